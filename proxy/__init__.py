@@ -1,0 +1,1 @@
+"""HTTP sidecar between a rollout worker and vLLM: marks unscorable logprobs, recovers replies vLLM could not write."""
