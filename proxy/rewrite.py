@@ -1,0 +1,97 @@
+"""One reply on its way to the client: bytes in, bytes and findings out. Core. Created per reply, never shared."""
+
+import re
+from collections.abc import Callable
+
+from proxy import logprobs, scan
+from proxy.api import Api, Asked
+from proxy.errors import BadReply
+from proxy.jsonbody import InvalidJson
+from proxy.sse import Frame, Parser
+from proxy.unscorable import Findings, Rules
+
+# The last event of each kind of stream; a stream that ends without one was cut.
+_LAST_OF_RESPONSES = (b"response.completed", b"response.incomplete", b"response.failed", b"response.cancelled")
+_INDEX = re.compile(rb'"index":(\d+)')
+
+
+def rewrite_reply(body: bytes, api: Api, rules: Rules, asked: Callable[[], Asked]) -> tuple[bytes, Findings]:
+    """A whole JSON reply; a clean one comes back as the very object that came. Raises BadReply.
+
+    ``asked`` reads the request and is called only where the bytes alone do not prove the reply clean.
+    """
+    sampled = scan.clean(body, api)
+    if sampled is not None:
+        return body, Findings(sampled)
+    try:
+        return logprobs.mark(body, asked(), rules)
+    except InvalidJson as error:
+        raise BadReply(f"the upstream's reply is not the JSON object it should be: {error}") from error
+
+
+class StreamRewriter:
+    """An event stream, event by event; ``feed`` gives what can leave now.
+
+    ``findings`` adds up what was found, positions counted over the whole stream of each choice. ``ended``: the stream
+    has had its last event. ``failed``: an error event came.
+    """
+
+    def __init__(self, asked: Asked, rules: Rules) -> None:
+        self.findings = Findings()
+        self.ended = False
+        self.failed = False
+        self._asked = asked
+        self._rules = rules
+        self._parser = Parser()
+        self._before: dict[int, int] = {}
+
+    def feed(self, chunk: bytes) -> bytes:
+        return b"".join([self._frame(frame) for frame in self._parser.feed(chunk)])
+
+    def close(self) -> bytes:
+        """What is left of an event that was cut: it leaves as it came."""
+        return b"".join([frame.raw for frame in self._parser.close()])
+
+    def _frame(self, frame: Frame) -> bytes:
+        data = frame.data
+        if not data:
+            return frame.raw
+        if data == b"[DONE]":
+            self.ended = True
+            return frame.raw
+        if self._proved_clean(data):
+            return frame.raw
+        before = dict(self._before)
+        try:
+            out, found = logprobs.mark(data, self._asked, self._rules, self._before)
+        except InvalidJson as error:
+            raise BadReply(f"an event of the upstream's stream is no JSON object: {error}") from error
+        self._add(found, before)
+        self._note_kind(data)
+        return frame.raw if out is data else frame.with_data(out)
+
+    def _proved_clean(self, data: bytes) -> bool:
+        """Bytes alone prove an event with one choice clean; its positions are counted."""
+        sampled = scan.clean(data, self._asked.api)
+        index = _INDEX.search(data)
+        if sampled is None or index is None or data.count(b'"index":') != 1:
+            return False
+        choice = int(index[1])
+        self._before[choice] = self._before.get(choice, 0) + sampled
+        self.findings.sampled += sampled
+        return True
+
+    def _add(self, found: Findings, before: dict[int, int]) -> None:
+        self.findings.sampled += found.sampled
+        self.findings.unmarkable += found.unmarkable
+        for choice, reasons in found.marked.items():
+            shift = before.get(choice, 0)
+            mine = self.findings.marked.setdefault(choice, {})
+            for reason, positions in reasons.items():
+                mine.setdefault(reason, []).extend(at + shift for at in positions)
+
+    def _note_kind(self, data: bytes) -> None:
+        if data.startswith(b'{"error"'):
+            self.failed = True
+        if self._asked.api is Api.RESPONSES and any(b'"' + kind + b'"' in data[-200:] for kind in _LAST_OF_RESPONSES):
+            self.ended = True
