@@ -1,0 +1,64 @@
+"""Fixtures that more than one test file uses: the real vLLM servers, booted when first asked for and reused."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import pytest
+import vllm_env
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmPair:
+    """vLLM's two front ends over the same model."""
+
+    python: vllm_env.VllmServer
+    rust: vllm_env.VllmServer
+
+
+class VllmFleet:
+    """Keeps one pair of servers alive: two engines are what a machine with two cores serves without slowing down."""
+
+    def __init__(self) -> None:
+        self._running = ExitStack()
+        self._poisoned: bool | None = None
+        self._pair: VllmPair | None = None
+
+    def pair(self, *, poisoned: bool) -> VllmPair:
+        if self._pair is None or self._poisoned != poisoned:
+            self.close()
+            model = vllm_env.ensure_model(poisoned=poisoned)
+            servers = (vllm_env.run_vllm(model), vllm_env.run_vllm(model, front_end="rust"))
+            with ThreadPoolExecutor() as pool:  # most of a boot is imports on one core
+                self._pair = VllmPair(*pool.map(self._running.enter_context, servers))
+            self._poisoned = poisoned
+        return self._pair
+
+    def close(self) -> None:
+        self._pair = None
+        self._running.close()
+
+
+@pytest.fixture(scope="session")
+def vllm_fleet() -> Iterator[VllmFleet]:
+    fleet = VllmFleet()
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def vllm_poison(vllm_fleet: VllmFleet) -> VllmPair:
+    """Both servers over the model that turns to NaN after any id of vllm_env.POISONED_IDS."""
+    return vllm_fleet.pair(poisoned=True)
+
+
+@pytest.fixture
+def vllm_clean(vllm_fleet: VllmFleet) -> VllmPair:
+    """Both servers over the model that never yields NaN."""
+    return vllm_fleet.pair(poisoned=False)
