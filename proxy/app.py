@@ -1,0 +1,148 @@
+"""``create_app(settings)``: the ASGI app. Decides which of three ways a request goes. Shell.
+
+Own routes are a small FastAPI app; generation routes and everything else are raw ASGI, so that unknown fields, repeated
+headers and encoded paths survive, and nothing is parsed that need not be.
+"""
+
+import logging
+import secrets
+import time
+
+from proxy import own_routes
+from proxy.api import Api
+from proxy.asgi import Call, ClientGone, Receive, Scope, Send
+from proxy.attempts import cause_of
+from proxy.breaker import Admission, Breaker, BreakerSettings
+from proxy.errors import ErrorType, SidecarError, TimedOut, UpstreamFailure
+from proxy.generation import Generation, StreamBroken
+from proxy.headers import find
+from proxy.incidents import Incidents
+from proxy.metrics import OTHER
+from proxy.passthrough import pass_through
+from proxy.recovery import Policy
+from proxy.settings import Settings
+from proxy.sidecar import Sidecar
+from proxy.unscorable import Encoding, Rules
+from proxy.upstream import Upstream
+
+log = logging.getLogger("logprob_sidecar")
+
+_APIS = {api.value: api for api in Api}
+_PREFIX = "/nan/"
+
+
+class App:
+    """ASGI. ``sidecar`` is its state."""
+
+    def __init__(self, sidecar: Sidecar) -> None:
+        self.sidecar = sidecar
+        self._own = own_routes.create(sidecar)
+        settings = sidecar.settings
+        self._rules = {encoding: Rules(encoding, settings.allow_positive) for encoding in Encoding}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._own(scope, receive, send)
+            return
+        path: str = scope["path"]
+        prefix = ""
+        if path.startswith(_PREFIX):
+            name, slash, rest = path[len(_PREFIX) :].partition("/")
+            prefix, path = _PREFIX + name, slash + rest
+        if path in own_routes.PATHS:
+            await self._own({**scope, "path": path, "raw_path": path.encode()}, receive, send)
+            return
+        api = _APIS.get(path) if scope["method"] == "POST" else None
+        call = _call(scope, receive, send, api.value if api else OTHER, len(prefix))
+        await self._serve(call, api, prefix[len(_PREFIX) :])
+
+    async def _serve(self, call: Call, api: Api | None, encoding: str) -> None:
+        metrics = self.sidecar.metrics
+        metrics.inflight.inc()
+        try:
+            if api is None:
+                await pass_through(call, self.sidecar.upstream, self.sidecar.settings.max_request_bytes)
+            else:
+                await self._generate(call, api, encoding)
+        except ClientGone:
+            metrics.client_disconnects.inc()
+        except SidecarError as error:
+            if not call.status:
+                await call.answer_error(error)
+        except UpstreamFailure as failure:
+            metrics.upstream_error(cause_of(failure).name.lower())
+            if not call.status:
+                await call.answer_error(_answer(failure))
+        except StreamBroken:
+            pass  # returning before the last byte makes the server cut the connection
+        finally:
+            metrics.inflight.dec()
+            seconds = time.perf_counter() - call.started
+            metrics.request(call.route, call.status, seconds, max(0.0, seconds - call.waited))
+
+    async def _generate(self, call: Call, api: Api, prefix: str) -> None:
+        sidecar = self.sidecar
+        rules = self._rules[_encoding(call, prefix, sidecar.settings.nan_encoding)]
+        most = sidecar.settings.max_inflight
+        if most and sidecar.generations >= most:
+            raise SidecarError(503, ErrorType.OVERLOADED, f"{most} generations are in flight (max_inflight)", 1)
+        now = time.monotonic()
+        admission = sidecar.breaker.admit(now)
+        sidecar.metrics.breaker_state.set(sidecar.breaker.state)
+        if admission is Admission.REFUSED:
+            bad, of = sidecar.breaker.counts()
+            message = (
+                f"{bad} of the last {of} replies held nan or floor logprobs: the engine computes garbage. Check its "
+                "weights and restart it; a clean probe ends this state (/sidecar/incidents shows the replies)"
+            )
+            raise SidecarError(503, ErrorType.UNHEALTHY, message, sidecar.breaker.retry_after(now))
+        sidecar.generations += 1
+        try:
+            await Generation(sidecar, call, api, rules, admission).run()
+        finally:
+            sidecar.generations -= 1
+
+
+def create_app(settings: Settings) -> App:
+    """The sidecar in front of ``settings.upstream``; importing and creating it opens nothing."""
+    upstream = Upstream(
+        settings.upstream, connect_timeout=settings.connect_timeout, read_timeout=settings.read_timeout or None
+    )
+    breaker = Breaker(
+        BreakerSettings(
+            settings.trip_ratio, settings.trip_min_responses, settings.trip_window, settings.trip_probe_interval
+        )
+    )
+    policy = Policy(settings.retries, settings.connect_retries)
+    return App(Sidecar(settings, upstream, breaker, Incidents(settings.incidents), policy))
+
+
+def _call(scope: Scope, receive: Receive, send: Send, route: str, skip: int) -> Call:
+    target: bytes = scope["raw_path"][skip:]
+    if scope["query_string"]:
+        target += b"?" + scope["query_string"]
+    headers = list(scope["headers"])
+    request_id = find(headers, b"x-request-id") or secrets.token_hex(16).encode()
+    return Call(route, scope["method"].encode(), target, headers, request_id, receive, send)
+
+
+def _encoding(call: Call, prefix: str, default: Encoding) -> Encoding:
+    """Header over URL prefix over setting."""
+    header = find(call.headers, b"x-nan-encoding")
+    name = header.decode("latin-1").strip() if header is not None else prefix or default.value
+    try:
+        return Encoding(name)
+    except ValueError:
+        where = "X-Nan-Encoding" if header is not None else "the URL prefix /nan/…"
+        known = ", ".join(encoding.value for encoding in Encoding)
+        message = f"{where} names no NaN encoding: {name!r}; known are {known}"
+        raise SidecarError(400, ErrorType.INVALID_REQUEST, message) from None
+
+
+def _answer(failure: UpstreamFailure) -> SidecarError:
+    """For a call that is sent exactly once."""
+    match failure:
+        case TimedOut():
+            return SidecarError(504, ErrorType.TIMEOUT, str(failure))
+        case _:
+            return SidecarError(502, ErrorType.UNREACHABLE, str(failure))

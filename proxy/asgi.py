@@ -1,0 +1,131 @@
+"""The client's side of a request: what uvicorn gives and takes. Shell; knows no policy."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from proxy.errors import ErrorType, SidecarError
+from proxy.headers import Headers
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One request. ``target``: raw path and query without a /nan/… prefix, as sent upstream.
+
+    ``waited``: seconds spent waiting for the client's body and for the upstream.
+    """
+
+    route: str
+    method: bytes
+    target: bytes
+    headers: Headers
+    request_id: bytes
+    receive: Receive
+    send: Send
+    status: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    waited: float = 0.0
+
+    async def waiting(self, awaitable: Awaitable[T]) -> T:
+        """Awaits something that is not the sidecar's own work."""
+        began = time.perf_counter()
+        try:
+            return await awaitable
+        finally:
+            self.waited += time.perf_counter() - began
+
+    async def timed(self, chunks: AsyncIterator[T]) -> AsyncIterator[T]:
+        """The same chunks; the time each is waited for is not the sidecar's own."""
+        while True:
+            try:
+                chunk = await self.waiting(anext(chunks))
+            except StopAsyncIteration:
+                return
+            yield chunk
+
+    async def body(self, limit: int) -> bytes:
+        """The whole request body; raises SidecarError 413 over ``limit`` bytes, ClientGone."""
+        return await self.waiting(self._read(limit))
+
+    async def _read(self, limit: int) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > limit:
+                raise too_large(limit)
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, body: bytes, *, more: bool) -> None:
+        await self.send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        headers.append((b"content-length", b"%d" % len(body)))
+        await self.start(status, headers)
+        await self.write(body, more=False)
+
+    async def answer_error(self, error: SidecarError) -> None:
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", self.request_id)]
+        if error.retry_after is not None:
+            headers.append((b"retry-after", b"%d" % error.retry_after))
+        if error.type is ErrorType.TOO_LARGE:  # the rest of the body is not read
+            headers.append((b"connection", b"close"))
+        await self.answer(error.status, headers, error.body())
+
+    async def until_gone(self, work: Coroutine[Any, Any, None], watch: Coroutine[Any, Any, None] | None = None) -> None:
+        """Runs ``work``; when the client leaves, ``work`` is cancelled and ClientGone raised.
+
+        ``watch`` reads what the client sends and returns when it has left (by default: nothing more is expected); what
+        it raises cancels ``work`` too.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        watching = asyncio.get_running_loop().create_task(self.gone() if watch is None else watch)
+
+        def leave(_: "asyncio.Task[None]") -> None:
+            task.cancel()
+
+        watching.add_done_callback(leave)
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not watching.done() or task.uncancel():
+                raise
+            watching.result()  # raises what the watch raised
+            raise ClientGone from None
+        finally:
+            watching.remove_done_callback(leave)
+            watching.cancel()
+
+    async def gone(self) -> None:
+        """Returns when the client has left."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+
+def too_large(limit: int) -> SidecarError:
+    return SidecarError(
+        413, ErrorType.TOO_LARGE, f"the request body is over {limit} bytes; raise SIDECAR_MAX_REQUEST_BYTES to send it"
+    )
