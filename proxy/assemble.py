@@ -63,8 +63,10 @@ class Assembly:
         self._choices: list[Choice] = [
             kind(index, request) for index in range(len(self._prompt_lengths) * _per_prompt(request))
         ]
-        # stream_request has asked for them, the client has not.
-        self._hides_ids = api is Api.CHAT and not request.get("return_token_ids")
+        # Ids the client has not asked for: stream_request has, and vLLM's streamed echo has the prompt's anyway.
+        self._hidden = {"prompt_token_ids", "token_ids"} if api is Api.CHAT else {"prompt_token_ids"}
+        if request.get("return_token_ids"):
+            self._hidden = set()
         self._reply: dict[str, Any] = {}
         self._usage: dict[str, Any] | None = None
         self._python_server = True
@@ -119,11 +121,11 @@ class Assembly:
             raise AssemblyError(f"the stream {ended} before choice {missing} had a finish_reason")
         values = self._reply | {
             "object": _OBJECTS[self._api],
-            "choices": [self._choice_values(choice) for choice in self._choices],
+            "choices": [choice.values(self._python_server) for choice in self._choices],
             "usage": self._usage or self._counted_usage(),
         }
-        if self._hides_ids:
-            values["prompt_token_ids"] = None
+        for holder in (values, *values["choices"]):
+            holder.update(dict.fromkeys(self._hidden & holder.keys()))
         reply = lay_out(self._api, self._python_server, values)
         # orjson would write a NaN literal, which only other servers' streams hold, as null.
         return jsonbody.dumps(reply) if self._strict else json.dumps(reply, separators=(",", ":")).encode()
@@ -164,19 +166,18 @@ class Assembly:
             self._prompt_lengths[prompt] = typed(usage, "prompt_tokens", int)
             choice.sampled = typed(usage, "completion_tokens", int) or choice.sampled
 
-    def _choice_values(self, choice: Choice) -> dict[str, Any]:
-        values = choice.values(self._python_server)
-        if self._hides_ids:
-            values["token_ids"] = None
-        return values
-
     def _counted_usage(self) -> dict[str, Any] | None:
         """Usage of a reply whose stream was cut before it told; None where some tokens cannot be counted."""
         prompts = [length for length in self._prompt_lengths if length is not None]
-        if len(prompts) < len(self._prompt_lengths) or not all(choice.sampled for choice in self._choices):
+        sampled = [choice.sampled for choice in self._choices if choice.sampled]
+        if len(prompts) < len(self._prompt_lengths) or len(sampled) < len(self._choices):
             return None
-        counts = sum(prompts), sum(choice.sampled for choice in self._choices)
-        return {"prompt_tokens": counts[0], "total_tokens": sum(counts), "completion_tokens": counts[1]}
+        prompt_tokens, completion_tokens = sum(prompts), sum(sampled)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "completion_tokens": completion_tokens,
+        }
 
 
 def _per_prompt(request: dict[str, Any]) -> int:

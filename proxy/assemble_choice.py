@@ -32,9 +32,11 @@ class Choice:
         self.token_ids: list[int] | None = None
         self.prompt_token_ids: list[int] | None = None
         self.extra: dict[str, Any] = {}
-        self.sampled = 0
+        # None where the chunks do not tell.
+        self.sampled: int | None = 0
         self.unscorable_tail = 0
         self._chunks = 0
+        self._echoes = False
 
     def feed(self, chunk: dict[str, Any]) -> None:
         """Adds one element of a chunk's `choices`; raises AssemblyError on a foreign shape."""
@@ -82,10 +84,12 @@ class Choice:
         logprob_list = [] if logprobs is None else self._sampled_logprobs(logprobs)
         if not logprob_list and ids and self._asks_logprobs():
             logprob_list = [None] * len(ids)
-        if self.request.get("echo") is True and self._chunks == 0:
-            # The first chunk of an echo holds the prompt as well; without ids it is taken to hold one sampled token.
-            logprob_list = logprob_list[-(1 if ids is None else len(ids)) :]
-        self.sampled += len(logprob_list) if ids is None else len(ids)
+        if self._echoes and self._chunks == 0:
+            # The first chunk of an echo holds the prompt's positions as well, which nobody sampled.
+            self.sampled = None if ids is None else 0
+            logprob_list = logprob_list[max(0, len(logprob_list) - (1 if ids is None else len(ids))) :]
+        if self.sampled is not None:
+            self.sampled += len(logprob_list) if ids is None else len(ids)
         run = sum(1 for _ in takewhile(_is_unscorable, reversed(logprob_list)))
         self.unscorable_tail = run + (self.unscorable_tail if run == len(logprob_list) else 0)
 
@@ -100,6 +104,7 @@ class CompletionChoice(Choice):
 
     def __init__(self, index: int, request: dict[str, Any]) -> None:
         super().__init__(index, request)
+        self._echoes = request.get("echo") is True
         self._text: list[str] = []
 
     def values(self, python_server: bool) -> dict[str, Any]:
