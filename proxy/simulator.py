@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import uvicorn
@@ -84,9 +85,14 @@ def create_simulator(config: SimulatorConfig | None = None) -> ASGIApp:
     return app
 
 
-def serve(config: SimulatorConfig, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Runs a stand-in until it is told to stop; prints one line with the URL when it listens."""
-    _AnnouncedServer(uvicorn.Config(create_simulator(config), host=host, port=port, log_level="warning")).run()
+def serve(config: SimulatorConfig, host: str = "127.0.0.1", port: int = 8000) -> int:
+    """Runs a stand-in until it is told to stop, prints one line with the URL when it listens, returns the exit code."""
+    app = create_simulator(config)
+    options = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=1, ws="none")
+    server = _AnnouncedServer(options)
+    with suppress(KeyboardInterrupt, SystemExit):  # uvicorn raises the signal again, or exits where it cannot bind
+        server.run()
+    return 0 if server.started else 1
 
 
 class _AnnouncedServer(uvicorn.Server):
@@ -94,7 +100,7 @@ class _AnnouncedServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            print(f"simulated vLLM {VERSION} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+            print(f"simulated vLLM {VERSION} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 
 class _Server:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from proxy.simulator_config import SimulatorConfig
@@ -48,6 +48,7 @@ class Engine:
         run = Run(choices)
         await self._admit(len(choices))
         self._running.add(run)
+        self._ring()
         try:
             self.prompt_tokens += sum(len(c.prompt.ids) for c in choices if c.sample == 0)
             while current := [choice for choice in choices if choice.finish_reason is None]:
@@ -73,6 +74,11 @@ class Engine:
         if mode == "abort":
             self.abort_all()
         while mode != "keep" and self._running:
+            await self._bell.wait()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition on what runs or waits; for tests, instead of sleeping."""
+        while not condition():
             await self._bell.wait()
 
     def resume(self) -> None:
@@ -120,6 +126,7 @@ class Engine:
 
     async def _admit(self, sequences: int) -> None:
         self.waiting += sequences
+        self._ring()
         try:
             while self.paused:
                 await self._bell.wait()

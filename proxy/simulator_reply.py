@@ -113,9 +113,7 @@ class GenerationReply:
                     raise Cut
                 if self._ask.die_at is not None and made > self._ask.die_at:
                     rust = self._front_end is FrontEnd.RUST
-                    raise Refusal(
-                        DEAD_RUST if rust else DEAD, status=500, code="server_error", kind=_server_error(rust)
-                    )
+                    raise Refusal(DEAD_RUST if rust else DEAD, status=500, code="server_error")
                 yield advanced
 
     def _frame(self, event: Json) -> bytes:

@@ -206,8 +206,9 @@ def _shuffled(entries: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _generate_entry(step: Step, top: int) -> Json:
     row = step.candidates or (Candidate(step.token_id, FLOOR, 0),)
-    listed = [
-        {"token_id": c.token_id, "logprob": shortest(c.logprob), "rank": None if c.logprob != c.logprob else c.rank}
-        for c in row[:top]
+    listed: list[Json] = [
+        {"token_id": c.token_id, "logprob": shortest(c.logprob), "rank": c.rank or None} for c in row[:top]
     ]
+    if row[0].logprob != row[0].logprob:
+        listed[0]["rank"] = None  # NaN has no rank, but the candidates beside it keep theirs
     return listed[0] | {"top_logprobs": listed}
