@@ -60,12 +60,15 @@ def ensure_env() -> Path:
     return env / "bin" / "python"
 
 
-def ensure_model(*, poisoned: bool) -> Path:
-    """The folder of a tiny model, made when absent; the poisoned one turns to NaN after any of POISONED_IDS."""
+def ensure_model(*, poisoned: bool, python: Path | None = None) -> Path:
+    """The folder of a tiny model, made when absent; the poisoned one turns to NaN after any of POISONED_IDS.
+
+    `python`: whose torch and transformers make it, vLLM's own when None.
+    """
     script = _HERE / "tiny_model.py"
     made_by = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
     model = cache_dir() / "models" / f"{'poison' if poisoned else 'clean'}-{made_by}"
-    python = ensure_env()
+    python = python or ensure_env()
     with _locked(model.with_suffix(".lock")):
         if not model.exists():
             _say(f"making {model}")

@@ -5,7 +5,8 @@ one host synchronisation (a skip is a decision of Python code, so that one is in
 gradient or a parameter; what an unscorable token is, is decided in the loss.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Literal
@@ -38,6 +39,18 @@ class GuardCounts:
     """Losses that were not finite, over all micro-batches and ranks."""
     nonfinite_gradients: int = 0
     """Steps whose gradients were not finite (or too large to square) on at least one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """How many losses, and how many ranks' gradients, were not finite."""
+
+    nonfinite_losses: int = 0
+    nonfinite_ranks: int = 0
+
+    @property
+    def good(self) -> bool:
+        return self.nonfinite_losses == 0 and self.nonfinite_ranks == 0
 
 
 class StepGuard:
@@ -76,7 +89,8 @@ class StepGuard:
         self._optimizer: torch.optim.Optimizer | None = None
         self._step: Callable[..., Any] | None = None
         self._losses: list[torch.Tensor] = []
-        self._verdict: _Verdict | None = None
+        self._verdict = _Verdict()
+        self._judged = False
         if optimizer is not None:
             self.bind(optimizer)
 
@@ -85,12 +99,15 @@ class StepGuard:
         """False from a refused step until the next good one: what would be saved has not been shown to train."""
         return self.counts.consecutive == 0
 
-    def bind(self, optimizer: torch.optim.Optimizer, *, scaler: torch.amp.GradScaler | None = None) -> None:
+    @property
+    def overflowed(self) -> bool:
+        """Whether the last step was refused for its gradients alone: under a loss scale, a scale that is too high."""
+        return not self._verdict.good and self._verdict.nonfinite_losses == 0
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the place of `optimizer.step`; an optimizer bound before gets its own back."""
         self.unbind()
-        self._optimizer = optimizer
-        self._scaler = scaler or self._scaler
-        self._step = optimizer.step
+        self._optimizer, self._step = optimizer, optimizer.step
 
         def step(_optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
             if closure is not None:
@@ -98,12 +115,12 @@ class StepGuard:
             self.step()
 
         # A method of the optimizer, not a closure: LRScheduler takes `step` apart and binds its function again.
-        self._shadow(MethodType(step, optimizer))
+        vars(optimizer)["step"] = MethodType(step, optimizer)
 
     def unbind(self) -> None:
         """Give the optimizer its own `step` back."""
         if self._optimizer is not None:
-            self._shadow(self._step)
+            vars(self._optimizer)["step"] = self._step
             self._optimizer = self._step = None
 
     def observe(self, loss: torch.Tensor) -> None:
@@ -118,41 +135,30 @@ class StepGuard:
         """
         if loss is not None:
             self.observe(loss)
-        if self._verdict is None:
+        if not self._judged:
             self._verdict = self._reduce_verdict()
             self._count(self._verdict)
+            self._judged = True
         return self._verdict.good
 
     def step(self, loss: torch.Tensor | None = None) -> bool:
         """Check, then step the optimizer (through the scaler where there is one); False when the step was skipped."""
         good = self.check(loss)
-        verdict, self._verdict = self._verdict, None
-        assert verdict is not None and self._optimizer is not None and self._step is not None
-        if self._scaler is None or not self._scaler.is_enabled():
+        self._judged = False
+        optimizer, scaler = self._optimizer, self._scaler
+        assert optimizer is not None and self._step is not None
+        if scaler is None or not scaler.is_enabled():
             if good:
                 self._step()
-        elif verdict.nonfinite_losses == 0:
-            self._step_scaled(self._scaler, self._step if good else _no_step)
+        elif good:
+            with _shadow(optimizer, self._step):
+                scaler.step(optimizer)
+            scaler.update()
+        elif self.overflowed:
+            back_off(scaler, optimizer)
         return good
 
-    def _step_scaled(self, scaler: torch.amp.GradScaler, step: Callable[..., Any]) -> None:
-        optimizer = self._optimizer
-        assert optimizer is not None
-        guarded = self._shadow(step)
-        try:
-            scaler.step(optimizer)
-            scaler.update()
-        finally:
-            self._shadow(guarded)
-
-    def _shadow(self, step: Callable[..., Any] | None) -> Callable[..., Any]:
-        """Put `step` on the bound optimizer object, its class untouched; the one it had comes back."""
-        assert self._optimizer is not None
-        before: Callable[..., Any] = self._optimizer.step
-        vars(self._optimizer)["step"] = step
-        return before
-
-    def _reduce_verdict(self) -> "_Verdict":
+    def _reduce_verdict(self) -> _Verdict:
         if self._optimizer is None:
             raise RuntimeError("StepGuard is bound to no optimizer")
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -167,7 +173,7 @@ class StepGuard:
         self._losses.clear()
         return _Verdict(nonfinite_losses, ranks)
 
-    def _count(self, verdict: "_Verdict") -> None:
+    def _count(self, verdict: _Verdict) -> None:
         counts = self.counts
         self.counts = replace(
             counts,
@@ -175,27 +181,33 @@ class StepGuard:
             skipped=counts.skipped + (not verdict.good),
             consecutive=0 if verdict.good else counts.consecutive + 1,
             nonfinite_losses=counts.nonfinite_losses + verdict.nonfinite_losses,
-            nonfinite_gradients=counts.nonfinite_gradients + (verdict.ranks > 0),
+            nonfinite_gradients=counts.nonfinite_gradients + (verdict.nonfinite_ranks > 0),
         )
         if verdict.good:
             return
-        what = f"{verdict.nonfinite_losses} losses and the gradients of {verdict.ranks} ranks were not finite"
+        what = f"{verdict.nonfinite_losses} losses and the gradients of {verdict.nonfinite_ranks} ranks were not finite"
         if self.policy == "stop":
             raise NonFiniteStep(f"step {self.counts.steps} refused: {what}")
         if self.counts.consecutive >= self.max_consecutive:
             raise NonFiniteStep(f"{self.counts.consecutive} steps refused in a row, the last because {what}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """How many losses, and how many ranks' gradients, were not finite."""
+def back_off(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Tell the scaler of the overflow in `optimizer`'s gradients, without a step being taken."""
+    with _shadow(optimizer, _no_step):
+        scaler.step(optimizer)
+    scaler.update()
 
-    nonfinite_losses: int
-    ranks: int
 
-    @property
-    def good(self) -> bool:
-        return self.nonfinite_losses == 0 and self.ranks == 0
+@contextmanager
+def _shadow(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Iterator[None]:
+    """Put `step` on this optimizer object for a while; its class stays as it is."""
+    before = optimizer.step
+    vars(optimizer)["step"] = step
+    try:
+        yield
+    finally:
+        vars(optimizer)["step"] = before
 
 
 def _no_step(closure: Callable[[], Any] | None = None) -> None:
