@@ -42,7 +42,8 @@ def read_request(api: Api, raw: bytes) -> Asked:
         return Asked(api)
     if api is Api.INVOCATIONS:
         api = Api.CHAT if "messages" in body else Api.COMPLETIONS
-    return Asked(api, body, _asks_logprobs(api, body), body.get("echo") is True, body.get("stream") is True)
+    echo = api is Api.COMPLETIONS and body.get("echo") is True  # chat echoes text, never its logprobs
+    return Asked(api, body, _asks_logprobs(api, body), echo, body.get("stream") is True)
 
 
 def _asks_logprobs(api: Api, body: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ Nothing here judges values: ``skip`` finds where one ends. Broken structure rais
 
 import re
 from collections.abc import Iterator
+from itertools import accumulate
 
 from proxy.jsonbody import InvalidJson, loads
 
@@ -20,6 +21,7 @@ _LEVEL2 = rb"[\[{](?:" + _TEXT + rb"|" + _LEVEL1 + rb")*+[\]}]"
 _LEVEL3 = rb"[\[{](?:" + _TEXT + rb"|" + _LEVEL2 + rb")*+[\]}]"
 _CONTAINER = re.compile(_LEVEL3, re.DOTALL)
 _BRACKET_OR_STRING = re.compile(rb'[\[\]{}]|"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_NOT_FLAT = re.compile(rb'[\s"\[{]')
 
 Span = tuple[int, int]
 
@@ -97,6 +99,17 @@ def elements(buf: bytes, pos: int) -> Iterator[Span]:
         if closing != b",":
             raise InvalidJson(f"no comma at byte {pos}")
         pos = after_space(buf, pos + 1)
+
+
+def tokens(buf: bytes, span: Span) -> tuple[list[bytes], list[int]]:
+    """Elements of the array at ``span`` and where each starts; a flat array without spaces needs no walk."""
+    inner = buf[span[0] + 1 : span[1] - 1]
+    if not inner or _NOT_FLAT.search(inner):
+        spans = list(elements(buf, span[0]))
+        return [buf[start:end] for start, end in spans], [start for start, _ in spans]
+    values = inner.split(b",")
+    starts = accumulate(map(len, values[:-1]), lambda at, size: at + size + 1, initial=span[0] + 1)
+    return values, list(starts)
 
 
 def plain(quoted: bytes) -> bytes:

@@ -26,12 +26,10 @@ class Metrics:
     """One per app."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # a second series for every series, and nothing here needs it
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every series, and nothing here needs it
         self.registry = CollectorRegistry()
         self._requests = self._counter("requests", "Replies by route and status code.", "route", "code")
-        self._seconds = self._histogram(
-            "request_seconds", "From a request's head to its reply's last byte.", _SECONDS
-        )
+        self._seconds = self._histogram("request_seconds", "From a request's head to its reply's last byte.", _SECONDS)
         self._overhead = self._histogram("overhead_seconds", "The sidecar's own share of it.", _OVERHEAD)
         self.inflight = Gauge("logprob_sidecar_inflight", "Requests being served.", registry=self.registry)
         self._sampled = self._counter("sampled_tokens", "Sampled tokens whose logprob was judged.", "route")
