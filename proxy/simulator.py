@@ -4,6 +4,7 @@ An app holds all of its state; nothing here is global. Shapes, tokens and reques
 """
 
 import random
+import signal
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
@@ -90,7 +91,8 @@ def serve(config: SimulatorConfig, host: str = "127.0.0.1", port: int = 8000) ->
     app = create_simulator(config)
     options = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=1, ws="none")
     server = _AnnouncedServer(options)
-    with suppress(KeyboardInterrupt, SystemExit):  # uvicorn raises the signal again, or exits where it cannot bind
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn stops at it all the same, then raises it once more
+    with suppress(KeyboardInterrupt, SystemExit):  # it does so with SIGINT too, and exits where it cannot bind
         server.run()
     return 0 if server.started else 1
 

@@ -25,6 +25,7 @@ class SimulatorSettings(BaseSettings):
     stale_block: int = Field(0, ge=0, description="first requests that meet NaN left by others; a repeat does not")
     eos_rate: float = Field(0.0, ge=0, le=1, description="chance of each token to end its sequence")
     latency_per_token: float = Field(0.0, ge=0, le=3600, description="seconds each token takes")
+    keep_alive_interval: float = Field(0.0, ge=0, description="seconds between comments on a silent stream; 0: none")
     seed: int = Field(0, description="another seed is another model")
     max_model_len: int = Field(8192, ge=2, description="prompt and output tokens together")
     nan_status: int = Field(400, ge=400, le=599, description="status of a reply that NaN broke; older vLLM: 500")

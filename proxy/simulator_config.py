@@ -27,6 +27,7 @@ class SimulatorConfig:
     stale_block: int = 0  # so many next requests fall on a KV block with stale NaN rows, once each
     eos_rate: float = 0.0  # per sampled token
     latency_per_token: float = 0.0  # seconds
+    keep_alive_interval: float = 0.0  # seconds between comments on a silent stream; 0: none
     max_model_len: int = 8192
     vocab_size: int = 512
     max_logprobs: int = 20

@@ -168,9 +168,9 @@ class Choice:
 def prompt_logprobs(choice: Choice, count: int) -> list[tuple[Candidate, ...]]:
     """Candidates of the prompt's tokens from the second on; all NaN in a poisoned prompt, as in vLLM's attention."""
     key = key_of(choice.config.seed, choice.prompt.ids, "prompt")
-    rows = []
+    poisoned, rows = choice.poisoned, []
     for position, token_id in enumerate(choice.prompt.ids[1:], 1):
-        if choice.poisoned:
+        if poisoned:
             row = [Candidate(token_id, NAN, 0), *(Candidate(i, NAN, i + 1) for i in range(count))]
         else:
             own = single(-6.0 - uniform(key, position, 0))

@@ -19,6 +19,7 @@ NON_COMPLIANT = "Out of range float values are not JSON compliant"
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 DEAD_RUST = "engine-core error: engine core reported fatal failure"
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class Cut(Exception):
@@ -73,9 +74,10 @@ class GenerationReply:
         kind = "text/event-stream" if rust else "text/event-stream; charset=utf-8"
         await send(_start(200, kind, *(((b"cache-control", b"no-cache"),) if rust else ())))
         try:
-            async for events in self._events():
-                for event in events:
-                    await send(_body(self._frame(event), more=True))
+            async with aclosing(self._events()) as stream:
+                while (events := await self._next(stream, send)) is not None:
+                    for event in events:
+                        await send(_body(self._frame(event), more=True))
         except Refusal as refusal:
             if self._ask.route is Route.RESPONSES:
                 return
@@ -86,6 +88,19 @@ class GenerationReply:
         if self._ask.route is not Route.RESPONSES:
             await send(_body(DONE, more=True))
         await send(_body(b"", more=False))
+
+    async def _next(self, stream: AsyncGenerator[Iterable[Json], None], send: Send) -> Iterable[Json] | None:
+        """The next events, or None at the end; comments while they keep the client waiting."""
+        interval = self._engine.config.keep_alive_interval
+        if not interval:
+            return await anext(stream, None)
+        waited = asyncio.ensure_future(anext(stream, None))
+        try:
+            while not (await asyncio.wait({waited}, timeout=interval))[0]:
+                await send(_body(KEEP_ALIVE, more=True))
+            return waited.result()
+        finally:
+            waited.cancel()
 
     async def _events(self) -> AsyncGenerator[Iterable[Json], None]:
         sent_steps = [0] * len(self._choices)
