@@ -6,7 +6,7 @@ decompresses nothing, follows nothing, and tells apart how an attempt failed (pr
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Protocol, cast
 
 import httptools
 
@@ -174,8 +174,7 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from asyncio's
 
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange
