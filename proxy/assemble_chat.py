@@ -28,12 +28,14 @@ class ChatChoice(Choice):
         calls = [call for _, call in sorted(self._tool_calls.items())]
         content, reasoning = "".join(self._content), "".join(self._reasoning) or None
         finish_reason = self.finish_reason
+        is_null = not content
         if python_server:
             finish_reason = self._finish_reason(calls)
+            is_null = self._is_null(content, reasoning)
             calls = [_rewritten(call) for call in calls]
         message = self._rest | {
             "role": self._role,
-            "content": content if python_server and not self._is_null(content, reasoning) else content or None,
+            "content": None if is_null else content,
             "reasoning": reasoning,
         }
         if calls:
