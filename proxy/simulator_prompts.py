@@ -83,31 +83,36 @@ def _prompt(config: SimulatorConfig, given: Any) -> Prompt:
     return Prompt(tuple(ids), given if isinstance(given, str) else decode(ids, skip_special=False))
 
 
-def read_sampling(
-    config: SimulatorConfig,
-    route: Route,
-    params: dict[str, Any],
-    prompts: tuple[Prompt, ...],
-    asked: int | None,
-    logprobs: int | None,
-    seed: int,
-) -> Sampling:
+def read_max_tokens(config: SimulatorConfig, route: Route, prompts: tuple[Prompt, ...], asked: int | None) -> int:
+    """What was asked for, or the route's default; refused where the context has no room for it."""
     if asked is not None and asked < 1:
         raise invalid(f"max_tokens must be at least 1, got {asked}.", "max_tokens", asked)
     room = config.max_model_len - max(len(p.ids) for p in prompts)
     if asked is None:
-        asked = min(16, room) if route in (Route.COMPLETIONS, Route.GENERATE) else room
+        return min(16, room) if route in (Route.COMPLETIONS, Route.GENERATE) else room
     if asked > room:
         text = f"This model's maximum context length is {config.max_model_len} tokens. However, you requested {asked} "
         text += f"output tokens and your prompt contains at least {config.max_model_len - room} input tokens."
         raise invalid(text, "max_tokens", asked)
+    return asked
+
+
+def read_sampling(params: dict[str, Any], max_tokens: int, logprobs: int | None, seed: int) -> Sampling:
+    """`seed` is used where the request brings none; a value of the wrong type is the client's error."""
+    try:
+        return _sampling(params, max_tokens, logprobs, seed)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise validation_error({"type": "value_error", "loc": "body", "msg": str(error)}) from error
+
+
+def _sampling(params: dict[str, Any], max_tokens: int, logprobs: int | None, seed: int) -> Sampling:
     stop = params.get("stop") or ()
     bias = {int(i): float(b) for i, b in (params.get("logit_bias") or {}).items()}
     faults = params.get("vllm_xargs") or {}
     temperature = params.get("temperature")
     given = integer(params, "seed")
     return Sampling(
-        max_tokens=asked,
+        max_tokens=max_tokens,
         temperature=1.0 if temperature is None else float(temperature),
         seed=seed if given is None else given,
         logprobs=logprobs or 0,

@@ -5,7 +5,7 @@ from typing import Any
 
 from proxy.simulator_config import FrontEnd, SimulatorConfig
 from proxy.simulator_engine import Prompt, Sampling
-from proxy.simulator_prompts import Route, read_prompts, read_sampling
+from proxy.simulator_prompts import Route, read_max_tokens, read_prompts, read_sampling
 from proxy.simulator_refusals import Refusal, integer, invalid, validation_error
 
 __all__ = ["Ask", "Route", "read_ask"]
@@ -37,13 +37,8 @@ class Ask:
 
 def read_ask(config: SimulatorConfig, route: Route, body: dict[str, Any], seed: int) -> Ask:
     """The `Ask` of one request; `seed` is used where the request brings none."""
-    if (model := body.get("model")) not in (None, "", config.model):
-        raise Refusal(f"The model `{model}` does not exist.", status=404, param="model", code="model_not_found")
-    params = body.get("sampling_params") if route is Route.GENERATE else body
-    if not isinstance(params, dict):
-        raise validation_error({"type": "missing", "loc": "body.sampling_params", "msg": "Field required"})
-    faults = body.get("vllm_xargs") or {}
-    params = params | {"vllm_xargs": faults}
+    params = _params(config, route, body)
+    faults = params["vllm_xargs"]
     stream = body.get("stream") is True and route is not Route.BATCH
     logprobs, prompt_logprobs = _logprobs(config, route, body, params, stream)
     prompts = read_prompts(config, route, body)
@@ -52,17 +47,15 @@ def read_ask(config: SimulatorConfig, route: Route, body: dict[str, Any], seed: 
     echo = body.get("echo") is True and route is Route.COMPLETIONS
     if echo and logprobs is not None and prompt_logprobs is None:
         prompt_logprobs = logprobs
-    asked = integer(params, "max_output_tokens" if route is Route.RESPONSES else "max_tokens")
-    if asked is None and route in (Route.CHAT, Route.BATCH):
-        asked = integer(params, "max_completion_tokens")
+    asked = _tokens_asked(route, params)
     prompt_only = echo and asked == 0
-    sampling = read_sampling(config, route, params, prompts, 1 if prompt_only else asked, logprobs, seed)
+    max_tokens = read_max_tokens(config, route, prompts, 1 if prompt_only else asked)
     options = body.get("stream_options") or {}
     return Ask(
         route=route,
         model=config.model,
         prompts=prompts,
-        sampling=sampling,
+        sampling=read_sampling(params, max_tokens, logprobs, seed),
         n=n,
         stream=stream,
         logprobs=logprobs,
@@ -80,6 +73,23 @@ def read_ask(config: SimulatorConfig, route: Route, body: dict[str, Any], seed: 
         die_at=faults.get("die_at"),
         fields=body if route is Route.RESPONSES else None,
     )
+
+
+def _params(config: SimulatorConfig, route: Route, body: dict[str, Any]) -> dict[str, Any]:
+    """Where the sampling parameters stand, and the faults a test ordered, whatever the route."""
+    if (model := body.get("model")) not in (None, "", config.model):
+        raise Refusal(f"The model `{model}` does not exist.", status=404, param="model", code="model_not_found")
+    params = body.get("sampling_params") if route is Route.GENERATE else body
+    if not isinstance(params, dict):
+        raise validation_error({"type": "missing", "loc": "body.sampling_params", "msg": "Field required"})
+    return params | {"vllm_xargs": body.get("vllm_xargs") or {}}
+
+
+def _tokens_asked(route: Route, params: dict[str, Any]) -> int | None:
+    asked = integer(params, "max_output_tokens" if route is Route.RESPONSES else "max_tokens")
+    if asked is None and route in (Route.CHAT, Route.BATCH):
+        return integer(params, "max_completion_tokens")
+    return asked
 
 
 def _logprobs(

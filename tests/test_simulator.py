@@ -365,6 +365,7 @@ async def test_metrics_and_counted_calls() -> None:
         ),
         (b'{"prompt":[512]}', 400, "Token id 512 is out of vocabulary"),
         (b'{"prompt":[10],"max_tokens":"x"}', 400, "body.max_tokens"),
+        (b'{"prompt":[10],"logit_bias":5}', 400, "validation error"),
         (b'{"prompt":[10],"max_tokens":9000}', 400, "maximum context length is 8192"),
         (
             b'{"prompt":[10],"stream":true,"use_beam_search":true}',
@@ -372,7 +373,7 @@ async def test_metrics_and_counted_calls() -> None:
             "Streaming is not currently supported with beam",
         ),
     ],
-    ids=["not-json", "model", "logprobs", "vocabulary", "type", "length", "beam"],
+    ids=["not-json", "model", "logprobs", "vocabulary", "type", "shape", "length", "beam"],
 )
 async def test_refusals(body: bytes, status: int, message: str) -> None:
     async with simulator() as (client, _):
