@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from proxy.settings import Settings
+from proxy.simulator_cli import HELP, SimulatorSettings, simulate
 
 
 def settings_command(name: str, model: type[BaseSettings], run: Callable[[Any], int], help: str) -> click.Command:
@@ -80,6 +81,7 @@ def _group() -> click.Group:
         "logprob-sidecar", help="Keeps NaN and missing logprobs from killing rollouts or poisoning weights."
     )
     group.add_command(settings_command("serve", Settings, _serve, "Run the sidecar in front of a vLLM."))
+    group.add_command(settings_command("simulate", SimulatorSettings, simulate, HELP))
     return group
 
 
