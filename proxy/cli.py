@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
+from proxy.demo import HELP as DEMO_HELP
+from proxy.demo import DemoSettings, demo
 from proxy.settings import Settings
 from proxy.simulator_cli import HELP, SimulatorSettings, simulate
 
@@ -82,6 +84,7 @@ def _group() -> click.Group:
     )
     group.add_command(settings_command("serve", Settings, _serve, "Run the sidecar in front of a vLLM."))
     group.add_command(settings_command("simulate", SimulatorSettings, simulate, HELP))
+    group.add_command(settings_command("demo", DemoSettings, demo, DEMO_HELP))
     return group
 
 
