@@ -5,6 +5,7 @@ one host synchronisation (a skip is a decision of Python code, so that one is in
 gradient or a parameter; what an unscorable token is, is decided in the loss.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -109,6 +110,8 @@ class StepGuard:
         self.unbind()
         self._optimizer, self._step = optimizer, optimizer.step
 
+        # Wrapped, so that a scheduler finds the mark it left on the `step` it knows.
+        @functools.wraps(optimizer.step)
         def step(_optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
             if closure is not None:
                 raise TypeError("StepGuard cannot judge a closure: its gradients would come after the verdict")
