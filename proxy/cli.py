@@ -13,6 +13,8 @@ from pydantic_settings import BaseSettings
 
 from proxy.demo import HELP as DEMO_HELP
 from proxy.demo import DemoSettings, demo
+from proxy.doctor import HELP as DOCTOR_HELP
+from proxy.doctor import DoctorSettings, doctor
 from proxy.settings import Settings
 from proxy.simulator_cli import HELP, SimulatorSettings, simulate
 
@@ -85,6 +87,7 @@ def _group() -> click.Group:
     group.add_command(settings_command("serve", Settings, _serve, "Run the sidecar in front of a vLLM."))
     group.add_command(settings_command("simulate", SimulatorSettings, simulate, HELP))
     group.add_command(settings_command("demo", DemoSettings, demo, DEMO_HELP))
+    group.add_command(settings_command("doctor", DoctorSettings, doctor, DOCTOR_HELP))
     return group
 
 

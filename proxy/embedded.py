@@ -11,7 +11,8 @@ import uvicorn
 @asynccontextmanager
 async def run_app(app: Any, **options: Any) -> AsyncIterator[str]:
     """Serves ``app`` on a free loopback port while the block runs; yields its base URL."""
-    settings = {"host": "127.0.0.1", "port": 0, "log_config": None, "access_log": False, "timeout_graceful_shutdown": 1}
+    settings: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "log_config": None, "access_log": False}
+    settings["timeout_graceful_shutdown"] = 1
     server = _Server(uvicorn.Config(app, **(settings | options)))
     task = asyncio.create_task(server.serve())
     ready = asyncio.create_task(server.ready.wait())

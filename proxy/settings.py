@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from proxy.unscorable import Encoding
 
 
-def _http_url(value: str) -> str:
+def http_url(value: str) -> str:
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ValueError("is no http:// or https:// URL such as http://localhost:8000")
@@ -22,7 +22,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="SIDECAR_", frozen=True, extra="forbid")
 
-    upstream: Annotated[str, AfterValidator(_http_url)] = Field(description="URL of vLLM")
+    upstream: Annotated[str, AfterValidator(http_url)] = Field(description="URL of vLLM")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(9100, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     workers: int = Field(1, ge=1, le=64, description="processes; each keeps its own metrics, incidents and breaker")
@@ -32,9 +32,7 @@ class Settings(BaseSettings):
     retries: int = Field(1, ge=0, le=10, description="repeats with a fresh cache_salt before a stream is tried")
     connect_retries: int = Field(2, ge=0, le=100, description="repeats where vLLM gave no byte of an answer")
     runaway_tokens: int = Field(64, ge=1, description="unscorable tokens in a row after which a recovery is cut")
-    trip_ratio: float = Field(
-        0.5, ge=0, le=1, description="share of bad replies that trips the breaker; 0: never"
-    )
+    trip_ratio: float = Field(0.5, ge=0, le=1, description="share of bad replies that trips the breaker; 0: never")
     trip_min_responses: int = Field(32, ge=1, description="replies the breaker looks at")
     trip_window: float = Field(300.0, gt=0, description="seconds after which a reply is forgotten")
     trip_probe_interval: float = Field(10.0, gt=0, description="seconds between probes while tripped")
