@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import vllm_env
+from servers import run_sidecar
 
 
 @pytest.fixture(scope="session")
@@ -62,3 +63,29 @@ def vllm_poison(vllm_fleet: VllmFleet) -> VllmPair:
 def vllm_clean(vllm_fleet: VllmFleet) -> VllmPair:
     """Both servers over the model that never yields NaN."""
     return vllm_fleet.pair(poisoned=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A sidecar and the vLLM behind it, by URL; `front_end` is "python" or "rust"."""
+
+    front_end: str
+    vllm: str
+    sidecar: str
+
+
+@pytest.fixture(scope="module", params=["python", "rust"])
+def poisoned(request: pytest.FixtureRequest, vllm_fleet: VllmFleet) -> Iterator[Served]:
+    yield from _served(request.param, vllm_fleet.pair(poisoned=True))
+
+
+@pytest.fixture(scope="module", params=["python", "rust"])
+def clean(request: pytest.FixtureRequest, vllm_fleet: VllmFleet) -> Iterator[Served]:
+    yield from _served(request.param, vllm_fleet.pair(poisoned=False))
+
+
+def _served(front_end: str, pair: VllmPair) -> Iterator[Served]:
+    vllm: str = getattr(pair, front_end).url
+    # The breaker stays closed: most replies are bad here, which is what it is there to stop.
+    with run_sidecar(vllm, trip_ratio=0) as sidecar:
+        yield Served(front_end, vllm, sidecar)
