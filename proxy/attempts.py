@@ -53,16 +53,23 @@ class Attempt:
         )
         self._headers += [(b"accept-encoding", b"identity"), (b"x-request-id", call.request_id)]
 
-    async def send(self, body: bytes) -> Exchange:
-        """Returns when the reply's head is there; raises UpstreamFailure."""
+    async def send(self, body: bytes, *, fresh: bool = False) -> Exchange:
+        """Returns when the reply's head is there; raises UpstreamFailure. ``fresh``: on a new connection."""
         headers = [*self._headers, (b"content-length", b"%d" % len(body))]
-        exchange = await self._upstream.send(Request(self._call.method, self._call.target, headers, body))
+        request = Request(self._call.method, self._call.target, headers, body)
+        exchange = await self._upstream.send(request, fresh=fresh)
         try:
             await exchange.head()
+            return exchange
+        except ClosedEarly:
+            exchange.close()
+            if not exchange.reused:
+                raise
         except BaseException:
             exchange.close()
             raise
-        return exchange
+        # The server was closing the kept connection as the request came: no attempt of the ladder's. Once at most.
+        return await self.send(body, fresh=True)
 
     async def reassembled(self, api: Api, request: dict[str, Any], runaway_tokens: int) -> Reply:
         """The reply to ``request`` fetched as a stream; raises UpstreamFailure or AssemblyError."""
@@ -99,19 +106,31 @@ async def _fold(exchange: Exchange, assembly: Assembly, runaway_tokens: int) -> 
 
 
 def is_stream(exchange: Exchange) -> bool:
-    return (find(exchange.headers, b"content-type") or b"").startswith(b"text/event-stream")
+    """Raises BadReply where a stream comes in a content coding."""
+    if _media_type(exchange.headers) != b"text/event-stream":
+        return False
+    _refuse_coding(exchange.headers)
+    return True
 
 
 async def read_reply(exchange: Exchange) -> Reply:
     """The whole reply; raises UpstreamFailure, BadReply too where a 200 is no plain JSON."""
     reply = Reply(exchange.status, exchange.headers, await exchange.read())
     if reply.status == 200:
-        coding = find(reply.headers, b"content-encoding")
-        if coding not in (None, b"identity"):
-            raise BadReply(f"the upstream answered in content-encoding {coding!r} though asked for identity")
-        if not reply.content_type.startswith(b"application/json"):
+        _refuse_coding(reply.headers)
+        if _media_type(reply.headers) != b"application/json":
             raise BadReply(f"the upstream answered with content-type {reply.content_type!r}, not application/json")
     return reply
+
+
+def _media_type(headers: Headers) -> bytes:
+    return (find(headers, b"content-type") or b"").partition(b";")[0].strip().lower()
+
+
+def _refuse_coding(headers: Headers) -> None:
+    coding = find(headers, b"content-encoding")
+    if coding not in (None, b"identity"):
+        raise BadReply(f"the upstream answered in content-encoding {coding!r} though asked for identity")
 
 
 def with_fresh_salt(body: dict[str, Any]) -> dict[str, Any]:

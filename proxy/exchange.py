@@ -31,7 +31,7 @@ class Exchange:
     """One request and its reply. ``close`` it always: a finished one gives its connection back, else it is cut."""
 
     def __init__(
-        self, pool: Pool, connection: "Connection", read_timeout: float | None, *, bodiless: bool, reusable: bool
+        self, pool: Pool, connection: "Connection", read_timeout: float | None, *, bodiless: bool, once: bool
     ) -> None:
         self.status = 0
         self.headers: Headers = []
@@ -39,7 +39,8 @@ class Exchange:
         self._connection = connection
         self._read_timeout = read_timeout
         self.bodiless = bodiless
-        self._reusable = reusable
+        self._once = once
+        self.reused = connection.idle_since > 0.0  # so the server may have been closing it
         self.started = False  # the head of the reply is here
         self.finished = False
         self.keep_alive = False
@@ -82,7 +83,7 @@ class Exchange:
     def close(self) -> None:
         connection = self._connection
         connection.end(self)
-        if self._reusable and self.finished and self.keep_alive and connection.usable:
+        if not self._once and self.finished and self.keep_alive and connection.usable:
             self._pool.give_back(connection)
         else:
             connection.abort()
@@ -98,6 +99,8 @@ class Exchange:
         if not self._collecting:
             if self._waiting > _HIGH_WATER:
                 self._connection.pause()
+            self.wake()
+        elif self._read_timeout is not None:  # silence is timed, not the whole body
             self.wake()
 
     def wake(self) -> None:
@@ -138,10 +141,12 @@ class Connection(asyncio.Protocol):
 
     def begin(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._status = 0
         self._headers: Headers = []
         self._sized = False
+        self._heard = False  # a byte of the reply has come
         self._parser = httptools.HttpResponseParser(self)
+        if not self.usable:
+            exchange.fail(ClosedEarly(f"{self._pool.url} closed the connection before it answered"))
 
     def end(self, exchange: Exchange) -> None:
         if self._exchange is exchange:
@@ -178,10 +183,12 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange
-        if exchange is None:  # bytes nobody asked for
+        if exchange is None or exchange.finished:  # bytes nobody asked for
+            self._exchange = None
             self._pool.forget(self)
             self.abort()
             return
+        self._heard = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -200,7 +207,7 @@ class Connection(asyncio.Protocol):
             return
         if exchange.started and not self._sized and error is None:
             self.on_message_complete()  # a body that ends with the connection
-        elif self._status:
+        elif self._heard:
             exchange.fail(Cut(f"{self._pool.url} closed the connection inside its reply"))
         else:
             exchange.fail(ClosedEarly(f"{self._pool.url} closed the connection before it answered"))
@@ -215,22 +222,28 @@ class Connection(asyncio.Protocol):
 
     # httptools
 
-    def on_status(self, _: bytes) -> None:
-        self._status = self._parser.get_status_code()
+    def on_message_begin(self) -> None:
+        exchange = self._exchange
+        if exchange is not None and exchange.finished:  # a second reply that nobody asked for, in the same packet
+            exchange.keep_alive = False
+            self._exchange = None
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._status = status = self._parser.get_status_code()
+        status = self._parser.get_status_code()
         exchange = self._exchange
         if exchange is None or (100 <= status < 200):
             return
+        if status >= 600:
+            raise ValueError(f"status {status} is no HTTP status")
         exchange.status, exchange.headers = status, self._headers
         self._sized = any(
             name == b"content-length" or (name == b"transfer-encoding" and b"chunked" in value.lower())
             for name, value in self._headers
         )
+        self._headers = []  # trailers are no headers
         exchange.started = True
         if exchange.bodiless:
             exchange.finished = True

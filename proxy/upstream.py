@@ -53,7 +53,7 @@ class Upstream:
         if connection is None:
             connection = await self._connect()
         bodiless = request.method == b"HEAD"
-        exchange = Exchange(self, connection, self._read_timeout, bodiless=bodiless, reusable=not fresh)
+        exchange = Exchange(self, connection, self._read_timeout, bodiless=bodiless, once=fresh)
         connection.begin(exchange)
         head = [request.method, b" ", self._prefix, request.target, b" HTTP/1.1\r\nhost: ", self._netloc, b"\r\n"]
         for name, value in request.headers:
@@ -84,7 +84,7 @@ class Upstream:
         connection.idle_since = loop.time()
         self._idle.append(connection)
         if self._sweeper is None:
-            self._sweeper = loop.call_later(self._idle_expiry / 4, self._sweep)
+            self._sweeper = loop.call_later(self._idle_expiry, self._sweep)
 
     def forget(self, connection: Connection) -> None:
         if connection in self._idle:
@@ -101,8 +101,10 @@ class Upstream:
 
     def _sweep(self) -> None:
         self._sweep_out()
-        loop = asyncio.get_running_loop()
-        self._sweeper = loop.call_later(self._idle_expiry / 4, self._sweep) if self._idle else None
+        self._sweeper = None
+        if self._idle:
+            loop = asyncio.get_running_loop()
+            self._sweeper = loop.call_at(self._idle[0].idle_since + self._idle_expiry, self._sweep)
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
@@ -113,6 +115,6 @@ class Upstream:
                 )
         except TimeoutError:
             raise Unreachable(f"no connection to {self.url} within {self._connect_timeout:g} s") from None
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that DNS cannot hold
             raise Unreachable(f"no connection to {self.url}: {error}") from error
         return connection
