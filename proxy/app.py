@@ -7,13 +7,14 @@ headers and encoded paths survive, and nothing is parsed that need not be.
 import logging
 import secrets
 import time
+from urllib.parse import unquote, unquote_to_bytes
 
 from proxy import own_routes
 from proxy.api import Api
 from proxy.asgi import Call, ClientGone, Receive, Scope, Send
 from proxy.attempts import cause_of
 from proxy.breaker import Admission, Breaker, BreakerSettings
-from proxy.errors import ErrorType, SidecarError, TimedOut, UpstreamFailure
+from proxy.errors import BadReply, Cut, ErrorType, SidecarError, TimedOut, UpstreamFailure
 from proxy.generation import Generation, StreamBroken
 from proxy.headers import find
 from proxy.incidents import Incidents
@@ -28,7 +29,8 @@ from proxy.upstream import Upstream
 log = logging.getLogger("logprob_sidecar")
 
 _APIS = {api.value: api for api in Api}
-_PREFIX = "/nan/"
+_ENCODINGS = {encoding.value: encoding for encoding in Encoding}
+_PREFIX = b"/nan/"
 
 
 class App:
@@ -44,26 +46,30 @@ class App:
         if scope["type"] != "http":
             await self._own(scope, receive, send)
             return
+        target: bytes = scope["raw_path"]
         path: str = scope["path"]
-        prefix = ""
-        if path.startswith(_PREFIX):
-            name, slash, rest = path[len(_PREFIX) :].partition("/")
-            prefix, path = _PREFIX + name, slash + rest
-        if path in own_routes.PATHS:
-            await self._own({**scope, "path": path, "raw_path": path.encode()}, receive, send)
+        prefix = None
+        if target.startswith(_PREFIX):
+            name, _, rest = target[len(_PREFIX) :].partition(b"/")
+            prefix, target = unquote_to_bytes(name).decode("latin-1"), b"/" + rest
+            path = unquote(target.decode("ascii"))
+        if path in own_routes.PATHS and (prefix is None or prefix in _ENCODINGS):
+            await self._own({**scope, "path": path, "raw_path": target}, receive, send)
             return
         api = _APIS.get(path) if scope["method"] == "POST" else None
-        call = _call(scope, receive, send, api.value if api else OTHER, len(prefix))
-        await self._serve(call, api, prefix[len(_PREFIX) :])
+        call = _call(scope, receive, send, api.value if api else OTHER, target)
+        await self._serve(call, api, prefix)
 
-    async def _serve(self, call: Call, api: Api | None, encoding: str) -> None:
+    async def _serve(self, call: Call, api: Api | None, prefix: str | None) -> None:
         metrics = self.sidecar.metrics
         metrics.inflight.inc()
         try:
+            if prefix is not None and prefix not in _ENCODINGS:
+                raise _unknown("the URL prefix /nan/…", prefix)
             if api is None:
                 await pass_through(call, self.sidecar.upstream, self.sidecar.settings.max_request_bytes)
             else:
-                await self._generate(call, api, encoding)
+                await self._generate(call, api, prefix)
         except ClientGone:
             metrics.client_disconnects.inc()
         except SidecarError as error:
@@ -80,7 +86,7 @@ class App:
             seconds = time.perf_counter() - call.started
             metrics.request(call.route, call.status, seconds, max(0.0, seconds - call.waited))
 
-    async def _generate(self, call: Call, api: Api, prefix: str) -> None:
+    async def _generate(self, call: Call, api: Api, prefix: str | None) -> None:
         sidecar = self.sidecar
         rules = self._rules[_encoding(call, prefix, sidecar.settings.nan_encoding)]
         most = sidecar.settings.max_inflight
@@ -117,8 +123,7 @@ def create_app(settings: Settings) -> App:
     return App(Sidecar(settings, upstream, breaker, Incidents(settings.incidents), policy))
 
 
-def _call(scope: Scope, receive: Receive, send: Send, route: str, skip: int) -> Call:
-    target: bytes = scope["raw_path"][skip:]
+def _call(scope: Scope, receive: Receive, send: Send, route: str, target: bytes) -> Call:
     if scope["query_string"]:
         target += b"?" + scope["query_string"]
     headers = list(scope["headers"])
@@ -126,17 +131,20 @@ def _call(scope: Scope, receive: Receive, send: Send, route: str, skip: int) -> 
     return Call(route, scope["method"].encode(), target, headers, request_id, receive, send)
 
 
-def _encoding(call: Call, prefix: str, default: Encoding) -> Encoding:
+def _encoding(call: Call, prefix: str | None, default: Encoding) -> Encoding:
     """Header over URL prefix over setting."""
     header = find(call.headers, b"x-nan-encoding")
-    name = header.decode("latin-1").strip() if header is not None else prefix or default.value
-    try:
-        return Encoding(name)
-    except ValueError:
-        where = "X-Nan-Encoding" if header is not None else "the URL prefix /nan/…"
-        known = ", ".join(encoding.value for encoding in Encoding)
-        message = f"{where} names no NaN encoding: {name!r}; known are {known}"
-        raise SidecarError(400, ErrorType.INVALID_REQUEST, message) from None
+    if header is None:
+        return default if prefix is None else _ENCODINGS[prefix]
+    name = header.decode("latin-1").strip()
+    if name not in _ENCODINGS:
+        raise _unknown("X-Nan-Encoding", name)
+    return _ENCODINGS[name]
+
+
+def _unknown(where: str, name: str) -> SidecarError:
+    message = f"{where} names no NaN encoding: {name!r}; known are {', '.join(_ENCODINGS)}"
+    return SidecarError(400, ErrorType.INVALID_REQUEST, message)
 
 
 def _answer(failure: UpstreamFailure) -> SidecarError:
@@ -144,5 +152,7 @@ def _answer(failure: UpstreamFailure) -> SidecarError:
     match failure:
         case TimedOut():
             return SidecarError(504, ErrorType.TIMEOUT, str(failure))
+        case Cut() | BadReply():
+            return SidecarError(502, ErrorType.PROTOCOL, str(failure))
         case _:
             return SidecarError(502, ErrorType.UNREACHABLE, str(failure))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from proxy.errors import ErrorType, SidecarError
-from proxy.headers import Headers
+from proxy.headers import Headers, find
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -59,7 +59,16 @@ class Call:
         """The whole request body; raises SidecarError 413 over ``limit`` bytes, ClientGone."""
         return await self.waiting(self._read(limit))
 
+    def declared_length(self, limit: int) -> int | None:
+        """Of the request body; raises SidecarError 413 over ``limit`` bytes."""
+        declared = find(self.headers, b"content-length")
+        length = int(declared) if declared is not None else None
+        if length is not None and length > limit:
+            raise too_large(limit)
+        return length
+
     async def _read(self, limit: int) -> bytes:
+        self.declared_length(limit)
         chunks: list[bytes] = []
         size = 0
         while True:
@@ -90,7 +99,9 @@ class Call:
         headers = [(b"content-type", b"application/json"), (b"x-request-id", self.request_id)]
         if error.retry_after is not None:
             headers.append((b"retry-after", b"%d" % error.retry_after))
-        if error.type is ErrorType.TOO_LARGE:  # the rest of the body is not read
+        # The rest of a body is read and thrown away: closing now would reset a client that is still sending, and it
+        # would never see why. Only a client that waits to be asked for its body has nothing to be reset.
+        if find(self.headers, b"expect") is not None:
             headers.append((b"connection", b"close"))
         await self.answer(error.status, headers, error.body())
 

@@ -103,11 +103,15 @@ class Generation:
         if reply.status == 200:
             return Cause.OK, reply, ""
         cause = recovery.classify(reply.status, reply.content_type, reply.body, self._asked.logprobs)
+        if cause is Cause.NOT_COMPLIANT and self._asked.body is None:
+            cause = Cause.CLIENT_ERROR  # what cannot be read cannot be asked for in another way
         self._sidecar.metrics.upstream_error(cause.name.lower())
         return cause, reply, reply.body.decode("utf-8", "replace")
 
     def _streamable(self) -> bool:
         asked = self._asked
+        if asked.stream:  # the client wants events, and the ladder's stream ends in a whole reply
+            return False
         return asked.body is not None and stream_request(asked.api, asked.body) is not None
 
     async def _by_stream(self, attempt: Attempt, why: str) -> Reply:

@@ -8,14 +8,14 @@ from proxy.upstream import Request, Upstream
 
 async def pass_through(call: Call, upstream: Upstream, limit: int) -> None:
     """Raises SidecarError before the reply has begun, UpstreamFailure after it, ClientGone."""
-    length = find(call.headers, b"content-length")
+    length = call.declared_length(limit)
     chunked = find(call.headers, b"transfer-encoding") is not None
-    if length is not None and int(length) > limit:
-        raise too_large(limit)
-    headers = end_to_end(without(call.headers, b"host", b"x-request-id"))
+    headers = end_to_end(without(call.headers, b"host", b"x-request-id", b"content-length"))
     headers.append((b"x-request-id", call.request_id))
     if chunked:
         headers.append((b"transfer-encoding", b"chunked"))
+    elif length is not None:  # set anew: a Connection header that names it must not unframe the body
+        headers.append((b"content-length", b"%d" % length))
     request = Request(call.method, call.target, headers, None)
     exchange = await call.waiting(upstream.send(request, fresh=True))
     try:
@@ -41,7 +41,10 @@ async def _pump(call: Call, exchange: Exchange, limit: int, chunked: bool) -> No
 
 async def _reply(call: Call, exchange: Exchange) -> None:
     await call.waiting(exchange.head())
-    await call.start(exchange.status, end_to_end(exchange.headers))
+    headers = end_to_end(exchange.headers)
+    if exchange.status == 304:  # tells the length of a body that does not come, which uvicorn would wait for
+        headers = without(headers, b"content-length")
+    await call.start(exchange.status, headers)
     async for chunk in exchange.chunks():
         await call.write(chunk, more=True)
     await call.write(b"", more=False)
