@@ -4,6 +4,7 @@ Core. Judges and marks nothing: nulls stay where the stream had them, and lists 
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from itertools import accumulate, takewhile
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ class AssemblyError(Exception):
     """The stream does not add up to a reply: an error event, a stream cut short, or not what the route sends."""
 
 
-class Choice:
+class Choice(ABC):
     """One choice of a stream, fed with its chunks in order of arrival; what it says is its subclass's to read."""
 
     # Keys of a chunk that are read; whatever nobody reads is kept as it came.
@@ -73,11 +74,13 @@ class Choice:
             "token_ids": self.token_ids,
         }
 
+    @abstractmethod
     def _read_content(self, chunk: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """Adds what the model said."""
 
+    @abstractmethod
     def _sampled_logprobs(self, logprobs: dict[str, Any]) -> list[Any]:
-        raise NotImplementedError
+        """The logprob at each position of a chunk."""
 
     def _count(self, logprobs: dict[str, Any] | None, ids: list[int] | None) -> None:
         """Counts the chunk's sampled tokens and the unscorable ones that end the choice so far."""

@@ -285,3 +285,9 @@ def test_the_rust_front_end_stays_what_it_is() -> None:
     assert list(reply) == list(whole)
     assert list(reply["choices"][0]["logprobs"]) == ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
     assert reply["choices"][0]["logprobs"]["text_offset"] == [0, 1, 3, 6, 7, 8, 9, 15, 16, 17]
+
+
+def test_offsets_of_the_rust_front_end_stay_where_tokens_are_no_text() -> None:
+    choice = {"index": 0, "text": "", "logprobs": {"tokens": [5], "token_logprobs": [-1.0], "text_offset": [9]}}
+    data = [json.dumps({"choices": [choice]}).encode(), chunk(finish_reason="stop")]
+    assert json.loads(folded(Api.COMPLETIONS, PLAIN, *data).reply())["choices"][0]["logprobs"]["text_offset"] == [9]
