@@ -97,7 +97,7 @@ check_answers() {
     python3 - "$1" <<'PYTHON'
 import json, sys, urllib.request
 
-body = {"model": "any", "prompt": [10, 11, 12], "max_tokens": 64, "logprobs": 0, "seed": 1, "return_token_ids": True}
+body = {"prompt": [10, 11, 12], "max_tokens": 64, "logprobs": 0, "seed": 1, "return_token_ids": True}
 request = urllib.request.Request(
     f"{sys.argv[1]}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
 )
