@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -12,9 +12,10 @@ from typing import Any
 from fastapi import FastAPI, Response
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 
 from proxy.breaker import State
-from proxy.errors import UpstreamFailure
+from proxy.errors import ErrorType, SidecarError, TimedOut, UpstreamFailure
 from proxy.headers import find
 from proxy.sidecar import Sidecar
 from proxy.upstream import Request
@@ -98,11 +99,24 @@ def create(sidecar: Sidecar) -> FastAPI:
     async def upstream_metrics() -> Response:
         try:
             code, kind, body = await _get(sidecar, b"/metrics")
-        except (UpstreamFailure, TimeoutError) as failure:
-            return Response(f"# {failure}\n", 502, media_type="text/plain")
+        except (TimedOut, TimeoutError):
+            return _error(
+                SidecarError(504, ErrorType.TIMEOUT, f"{sidecar.upstream.url}/metrics gave no answer in time")
+            )
+        except UpstreamFailure as failure:
+            return _error(SidecarError(502, ErrorType.UNREACHABLE, str(failure)))
         return Response(body, code, media_type=kind)
 
+    @app.exception_handler(HTTPException)
+    async def refuse(_: object, error: HTTPException) -> Response:
+        refusal = SidecarError(error.status_code, ErrorType.INVALID_REQUEST, str(error.detail))
+        return _error(refusal, error.headers)
+
     return app
+
+
+def _error(error: SidecarError, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(error.body(), error.status, headers, media_type="application/json")
 
 
 def _status(sidecar: Sidecar) -> dict[str, Any]:
@@ -121,10 +135,10 @@ def _status(sidecar: Sidecar) -> dict[str, Any]:
 async def _upstream_health(sidecar: Sidecar) -> Health:
     try:
         code, _, body = await _get(sidecar, b"/health")
+    except (TimedOut, TimeoutError):
+        return Health("busy", f"connected, but no answer within {sidecar.settings.health_timeout:g} s")
     except UpstreamFailure as failure:
         return Health("unreachable", str(failure))
-    except TimeoutError:
-        return Health("busy", f"connected, but no answer within {sidecar.settings.health_timeout:g} s")
     return Health("ok") if code == 200 else Health("unhealthy", f"HTTP {code}: {body[:200].decode('utf-8', 'replace')}")
 
 
