@@ -105,17 +105,8 @@ def chats(draw: st.DrawFn) -> Streamed:
         content, reasoning = draw(st.text(max_size=9)), draw(st.text(max_size=9))
         arguments = [json.dumps(one, ensure_ascii=False) for one in draw(st.lists(st.lists(st.integers()), max_size=2))]
         pieces = draw(st.integers(1, 5))
-        stream = [{"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}]
         cuts = [cut(draw, whole, pieces) for whole in (content, reasoning, entries, *arguments)]
-        for step, (shown, thought, some, *parts) in enumerate(zip(*cuts, strict=True)):
-            calls = [{"index": i, "function": {"arguments": part}} for i, part in enumerate(parts)]
-            if step == 0:
-                calls = [{**head(i), "function": {"name": "f"}} for i in range(len(parts))] + calls
-            delta = {"content": shown, "reasoning": thought} | ({"tool_calls": calls} if calls else {})
-            piece = {"index": index, "delta": delta, "logprobs": {"content": some}, "token_ids": [1] * len(some)}
-            stream.append(piece)
-        streams.append([piece | {"finish_reason": None} for piece in stream[:-1]])
-        streams[-1].append(stream[-1] | {"finish_reason": "length", "stop_reason": None})
+        streams.append(chat_stream(index, cuts))
         message = {"role": "assistant", "content": content, "refusal": None, "annotations": None, "audio": None}
         message["function_call"] = None
         if arguments:
@@ -135,6 +126,21 @@ def chats(draw: st.DrawFn) -> Streamed:
             }
         )
     return Streamed(request, interleaved(draw, streams), choices)
+
+
+def chat_stream(index: int, cuts: list[list[Any]]) -> list[Json]:
+    """Role chunk, then chunk i with piece i of content, reasoning, logprob entries and each call's arguments."""
+    stream: list[Json] = [{"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}]
+    for step, (shown, thought, some, *parts) in enumerate(zip(*cuts, strict=True)):
+        calls = [{"index": i, "function": {"arguments": part}} for i, part in enumerate(parts)]
+        if step == 0:
+            calls = [{**head(i), "function": {"name": "f"}} for i in range(len(parts))] + calls
+        delta = {"content": shown, "reasoning": thought} | ({"tool_calls": calls} if calls else {})
+        stream.append({"index": index, "delta": delta, "logprobs": {"content": some}, "token_ids": [1] * len(some)})
+    return [
+        *(piece | {"finish_reason": None} for piece in stream[:-1]),
+        stream[-1] | {"finish_reason": "length", "stop_reason": None},
+    ]
 
 
 def head(index: int) -> Json:
