@@ -1,6 +1,8 @@
 """A stream folds into the reply vLLM would have written unstreamed, and into none at all when something is missing."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -291,3 +293,10 @@ def test_offsets_of_the_rust_front_end_stay_where_tokens_are_no_text() -> None:
     choice = {"index": 0, "text": "", "logprobs": {"tokens": [5], "token_logprobs": [-1.0], "text_offset": [9]}}
     data = [json.dumps({"choices": [choice]}).encode(), chunk(finish_reason="stop")]
     assert json.loads(folded(Api.COMPLETIONS, PLAIN, *data).reply())["choices"][0]["logprobs"]["text_offset"] == [9]
+
+
+def test_the_docs_name_every_field_that_a_stream_does_not_carry() -> None:
+    docs = (Path(__file__).parent.parent / "docs" / "reassembly.md").read_text("utf-8")
+    table = [line.split("|")[1] for line in docs.splitlines() if line.startswith("| `")]
+    documented = {name for cell in table for name in re.findall(r"`([^`]+)`", cell)}
+    assert set(NOT_CARRIED) <= documented
