@@ -140,9 +140,9 @@ class Generation:
                 self._sidecar.metrics.upstream_error(Cause.BAD_REPLY.name.lower())
                 raise self._give_up(502, ErrorType.PROTOCOL, str(failure)) from failure
             self._account(findings, recovered, reply.runaway)
+            if self._rejects(findings):
+                raise self._rejection(findings)
             if findings.unscorable:
-                if self._rejects:
-                    raise self._rejection(findings)
                 headers.append((b"x-unscorable-tokens", b"%d" % findings.unscorable))
             if recovered:
                 headers.append((b"x-sidecar-recovery", recovered.encode()))
@@ -156,7 +156,7 @@ class Generation:
         try:
             async for chunk in self._call.timed(exchange.chunks()):
                 out = rewriter.feed(chunk)
-                if self._rejects and rewriter.findings.unscorable:
+                if self._rejects(rewriter.findings):
                     raise self._rejection(rewriter.findings)
                 if out:
                     await self._call.write(out, more=True)
@@ -172,17 +172,16 @@ class Generation:
         finally:
             self._account(rewriter.findings, "", False)
 
-    @property
-    def _rejects(self) -> bool:
-        return self._sidecar.settings.on_unscorable == "reject"
+    def _rejects(self, findings: Findings) -> bool:
+        bad = findings.unscorable or findings.unmarkable
+        return bool(bad) and self._sidecar.settings.on_unscorable == "reject"
 
     def _rejection(self, findings: Findings) -> SidecarError:
         found = ", ".join(f"{count} {reason.value}" for reason, count in findings.by_reason().items())
-        return SidecarError(
-            502,
-            ErrorType.UNSCORABLE,
-            f"{findings.unscorable} of {findings.sampled} tokens are unscorable ({found}) and on_unscorable is reject",
-        )
+        what = f"{findings.unscorable} of {findings.sampled} tokens are unscorable ({found})"
+        if findings.unmarkable:
+            what = f"{findings.unmarkable} choices have no logprobs although they were asked for"
+        return SidecarError(502, ErrorType.UNSCORABLE, f"{what} and on_unscorable is reject")
 
     def _account(self, findings: Findings, recovered: str, runaway: bool) -> None:
         """Metrics, breaker and incident of one delivered reply."""
@@ -194,7 +193,7 @@ class Generation:
             sidecar.metrics.breaker_state.set(sidecar.breaker.state)
         if not (findings.marked or findings.unmarkable or recovered):
             return
-        action = "rejected" if self._rejects and findings.unscorable else "marked" if findings.unscorable else "passed"
+        action = "rejected" if self._rejects(findings) else "marked" if findings.unscorable else "passed"
         detail = f"recovered by {recovered}" if recovered else ""
         if runaway:
             detail += ", cut as a runaway"
