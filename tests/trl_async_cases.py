@@ -14,7 +14,7 @@ import sys
 import tempfile
 import warnings
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class Case:
     """One micro-batch after the other; the whole list is fed again for every step."""
     hook: str | None = None
     """None: stock; else `unscorable`."""
-    guard: str | None = "skip"
+    guard: Literal["skip", "stop"] | None = "skip"
     max_consecutive: int = 10
     steps: int = 2
     accumulation: int = 1
@@ -52,15 +52,16 @@ class Case:
     save_steps: int = 0
     twin: str | None = None
     """Compare bitwise with a stock trainer that is made to do by hand what this policy of the hook does."""
-    broken_step: int | None = None
-    """From which optimizer step on (0 is the first) the loss is made NaN, for one step."""
+    broken_steps: list[int] = field(default_factory=list)
+    """In which optimizer steps, from 0, the loss is made NaN."""
 
 
 @dataclass
 class Result:
-    finite: list[bool] = field(default_factory=list)
-    """After every optimizer step: are all parameters finite?"""
+    nonfinite_tensors: list[int] = field(default_factory=list)
+    """After every optimizer step: in how many parameters is there a number that is not finite?"""
     moved: list[bool] = field(default_factory=list)
+    """Has the step changed a parameter?"""
     gradient_error: float | None = None
     """Largest difference of the first step's gradient from the naive one, over the largest entry of the latter."""
     gradient_norm: float = math.nan
@@ -193,6 +194,7 @@ def make_trainer(case: Case, rollouts: list[Rollout], model: str, folder: str) -
         token_budget=-1,
         max_staleness=1000,
         learning_rate=1e-4,
+        lr_scheduler_type="linear",
         max_grad_norm=case.max_grad_norm,
         report_to="none",
         bf16=case.bf16,
@@ -229,7 +231,7 @@ def watch(trainer: Any, case: Case, result: Result) -> dict[str, Tensor]:
 
     def maybe_broken(*args: Any, **kwargs: Any) -> Tensor:
         loss = compute_loss(*args, **kwargs)
-        return loss * math.nan if trainer.state.global_step == case.broken_step else loss
+        return loss * math.nan if trainer.state.global_step in case.broken_steps else loss
 
     trainer.compute_loss = maybe_broken
 
@@ -240,7 +242,7 @@ def watch(trainer: Any, case: Case, result: Result) -> dict[str, Tensor]:
 
         def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
             now = dict(trainer.model.named_parameters())
-            result.finite.append(all(bool(torch.isfinite(p).all()) for p in now.values()))
+            result.nonfinite_tensors.append(sum(not bool(torch.isfinite(p).all()) for p in now.values()))
             result.moved.append(any(not torch.equal(p, before[name]) for name, p in now.items()))
             before.update({name: p.detach().clone() for name, p in now.items()})
 
@@ -248,7 +250,7 @@ def watch(trainer: Any, case: Case, result: Result) -> dict[str, Tensor]:
     return gradients
 
 
-def do_by_hand(trainer: Any, policy: str, rollouts: list[Rollout]) -> None:
+def do_by_hand(trainer: Any, policy: str) -> None:
     """The hook's effect by TRL's own means: the term deselected, or the new logprob given as the old one."""
     compute_loss, model = trainer.compute_loss, trainer.model
 
@@ -261,10 +263,8 @@ def do_by_hand(trainer: Any, policy: str, rollouts: list[Rollout]) -> None:
             kept: list[Tensor] = []
             handle = model.register_forward_hook(lambda _m, _i, out: kept.append(out.log_probs.detach().flatten()))
             with torch.no_grad():
-                trial = trainer._metrics, trainer.compute_loss
                 compute_loss(module, inputs, **kwargs)
             handle.remove()
-            trainer._metrics = trial[0]
             inputs["old_log_probs"] = torch.where(bad, kept[0][inputs["token_index"]], inputs["old_log_probs"])
         return compute_loss(module, inputs, **kwargs)
 
@@ -275,11 +275,20 @@ def gradients_of(case: Case, rollouts: list[Rollout], model: str) -> dict[str, T
     """The first step's gradients of a stock trainer that does by hand what the hook does."""
     with tempfile.TemporaryDirectory() as folder:
         twin = make_trainer(case, rollouts, model, folder)
-        do_by_hand(twin, str(case.twin), rollouts)
+        do_by_hand(twin, str(case.twin))
         gradients = watch(twin, case, Result())
         twin.args.max_steps = 1
         twin.train()
     return gradients
+
+
+def compare(gradients: dict[str, Tensor], reference: Any, result: Result) -> None:
+    """Note how far the gradients are from those on the parameters of `reference`."""
+    expected = {n: torch.zeros(()) if p.grad is None else p.grad for n, p in reference.named_parameters()}
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    errors = [float((gradients[name].double() - gradient).abs().max()) for name, gradient in expected.items()]
+    result.gradient_error = max(errors) / (scale or 1.0)
+    result.gradient_norm = float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
 
 
 def run(case: Case, model: str) -> Result:
@@ -295,7 +304,7 @@ def run(case: Case, model: str) -> Result:
             from trainer_hooks import StepGuard
             from trainer_hooks.trl import make_nan_safe
 
-            guard = case.guard and StepGuard(None, policy=case.guard, max_consecutive=case.max_consecutive)
+            guard = StepGuard(None, policy=case.guard, max_consecutive=case.max_consecutive) if case.guard else None
             make_nan_safe(trainer, unscorable=case.hook, guard=guard)
         gradients = watch(trainer, case, result)
         try:
@@ -310,12 +319,7 @@ def run(case: Case, model: str) -> Result:
         size = len(rollouts) // case.accumulation
         batches = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
         result.naive = naive(reference, batches, case.hook)
-        expected = {name: p.grad for name, p in reference.named_parameters()}
-        zero = torch.zeros(())
-        scale = max(float((zero if g is None else g).abs().max()) for g in expected.values())
-        errors = [float((gradients[n].double() - (zero if g is None else g)).abs().max()) for n, g in expected.items()]
-        result.gradient_error = max(errors) / (scale or 1.0)
-        result.gradient_norm = float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
+        compare(gradients, reference, result)
     if case.twin:
         twin = gradients_of(case, rollouts, model)
         result.twin_equal = all(torch.equal(gradients[name], gradient) for name, gradient in twin.items())

@@ -58,9 +58,8 @@ def make_nan_safe(
     hook = hook_class(trainer, unscorable, log_ratio_bound)
     hook.install()
     vars(trainer)[_MARK] = hook
-    if guard is not None:
-        _keep_guard(trainer, guard)
-    _keep_log(trainer, hook.tally, guard)
+    _watch_losses(trainer, hook.tally, guard)
+    _add_to_log(trainer, hook.tally, guard)
     return trainer
 
 
@@ -74,31 +73,37 @@ def _hook_for(trainer: Any) -> type[AsyncHook] | type[SyncHook]:
     raise TypeError(f"make_nan_safe is for TRL's AsyncGRPOTrainer and GRPOTrainer, not {type(trainer).__name__}")
 
 
-def _keep_log(trainer: Any, tally: Tally, guard: StepGuard | None) -> None:
+def _watch_losses(trainer: Any, tally: Tally, guard: StepGuard | None) -> None:
+    """Look at each loss as training takes it, and judge each step as its last backward ends: clipping comes after, and
+    would hide an overflow.
+    """
+    training_step = trainer.training_step
+
+    def watched_training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = training_step(*args, **kwargs)
+        tally.observe(loss)
+        if guard is not None:
+            guard.observe(loss)
+            if trainer.accelerator.sync_gradients:
+                guard.check()
+        return loss
+
+    trainer.training_step = watched_training_step
+    if guard is not None:
+        trainer.add_callback(_GuardCallback(trainer, guard))
+
+
+def _add_to_log(trainer: Any, tally: Tally, guard: StepGuard | None) -> None:
     """Add the counts to each training entry; evaluations and the last summary hold no `loss` of their own."""
     log = trainer.log
 
     def log_counts(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
-            logs |= tally.entry() | {"skipped_steps": float(guard.counts.skipped if guard else 0)}
+            logs |= tally.entry(trainer.accelerator)
+            logs["skipped_steps"] = float(guard.counts.skipped if guard else 0)
         log(logs, *args, **kwargs)
 
     trainer.log = log_counts
-
-
-def _keep_guard(trainer: Any, guard: StepGuard) -> None:
-    """Judge each step as its last backward ends: before clipping, which would hide an overflow."""
-    training_step = trainer.training_step
-
-    def judged_training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
-        loss: torch.Tensor = training_step(*args, **kwargs)
-        guard.observe(loss)
-        if trainer.accelerator.sync_gradients:
-            guard.check()
-        return loss
-
-    trainer.training_step = judged_training_step
-    trainer.add_callback(_GuardCallback(trainer, guard))
 
 
 class _GuardCallback(TrainerCallback):

@@ -47,7 +47,7 @@ class AsyncHook:
             loss: torch.Tensor = self._compute_loss(model, neutral, *args, **kwargs)
         if len(bounded) != 1 or any(len(metrics[name]) != n + 1 for name, n in entries.items()):
             raise UnsupportedTrainer("compute_loss does not run the model once and log its means once")
-        trained, unscorable = self.tally.add(self._trainer.accelerator, loss, selected.sum(), bad.sum(), bounded[0])
+        trained, unscorable = self.tally.add(self._trainer.accelerator, selected.sum(), bad.sum(), bounded[0])
         for name in self.MEANS if unscorable else ():
             total = metrics[name][-1] * trained - (unscorable if name == "ratio" else 0)
             # NaN is how TRL's log leaves out a micro-batch that has no evidence.

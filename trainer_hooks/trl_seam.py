@@ -33,34 +33,43 @@ def installed_trl() -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """Counted over all ranks: since the last entry of the log, and (`nonfinite_loss`) since the start."""
+    """What goes into the log: tokens since its last entry, losses since the start. All of it over all ranks."""
 
     trained: int = 0
     unscorable: int = 0
     bounded: int = 0
-    nonfinite_loss: int = 0
+    nonfinite_losses: int = 0
+    unread: torch.Tensor | None = None
+    """This rank's losses that were not finite since the last entry, still on the device."""
 
-    def add(self, accelerator: Any, loss: torch.Tensor, *tokens: torch.Tensor) -> tuple[int, int]:
+    def observe(self, loss: torch.Tensor) -> None:
+        """Count the loss of a micro-batch as TRL trained on it; never synchronises."""
+        nonfinite = (~torch.isfinite(loss.detach())).sum()
+        self.unread = nonfinite if self.unread is None else self.unread + nonfinite
+
+    def add(self, accelerator: Any, *tokens: torch.Tensor) -> tuple[int, int]:
         """Count one micro-batch: `tokens` are this rank's trained, unscorable and bounded ones, the first two come back
         summed over the ranks. One collective, one synchronisation.
         """
-        nonfinite = ~torch.isfinite(loss.detach()).all()
-        local = torch.stack([count.to(loss.device, torch.int64) for count in (*tokens, nonfinite)])
-        trained, unscorable, bounded, nonfinite_loss = accelerator.reduce(local, reduction="sum").tolist()
+        local = torch.stack([count.to(torch.int64) for count in tokens])
+        trained, unscorable, bounded = accelerator.reduce(local, reduction="sum").tolist()
         self.trained += trained
         self.unscorable += unscorable
         self.bounded += bounded
-        self.nonfinite_loss += nonfinite_loss
         return trained, unscorable
 
-    def entry(self) -> dict[str, float]:
+    def entry(self, accelerator: Any) -> dict[str, float]:
+        """The next entry of the log; collective."""
+        if self.unread is not None:
+            self.nonfinite_losses += int(accelerator.reduce(self.unread, reduction="sum"))
         trained = max(self.trained, 1)
         entry = {
             "unscorable_fraction": self.unscorable / trained,
             "bounded_fraction": self.bounded / trained,
-            "nonfinite_loss": float(self.nonfinite_loss),
+            "nonfinite_loss": float(self.nonfinite_losses),
         }
         self.trained = self.unscorable = self.bounded = 0
+        self.unread = None
         return entry
 
 
