@@ -10,6 +10,7 @@ it proves that it is JSON and that each choice has had its lists scanned.
 """
 
 import re
+import struct
 from dataclasses import dataclass
 
 import orjson
@@ -26,10 +27,19 @@ _RUST = (b'{"tokens":[', b'],"token_logprobs":[', b'],"top_logprobs":[', b'],"te
 _CHAT = b'{"content":['
 _AFTER_CHAT = (b'"finish_reason":', b'"token_ids":')
 
-_QUOTED = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _CHAT_NUMBER = re.compile(rb'"logprob":(?:-\d{1,3}(?:\.\d+)?(?:e-\d+)?|0\.0)[,}]')
-# Four digits before the point may be the floor; a sign with no digit after it is no number.
-_LONG = re.compile(rb"-(?:\d{4}|(?!\d))")
+_FEW = re.compile(rb"(?:-\d{1,3}(?:\.\d++)?+(?:e-\d++)?+(?:,(?!$)|$))*+")
+_MOST_OF_FEW = 256  # bytes up to which matching a list costs less than decoding it
+
+# First byte of a float32 (sign, seven bits of the exponent) where it is usable for certain: at least 0 and under 2**-11,
+# so under the tolerance; under 0 and over -2**13, so over the floor. Rounding to float32 keeps the order.
+_USABLE = bytes(range(0x3A)) + bytes(range(0x80, 0xC6))
+
+# What tells a candidate that is no number from one that is: N and I become n, so that null, NaN and Infinity (its sign
+# is dropped) all begin alike. Backslashes stay, so that an escaped n after a quote and a colon does not look like one.
+_TELLING = bytes.maketrans(b"NI", b"nn")
+_NON_NUMBER = re.compile(rb'"\s*:\s*(?:null|NaN|-?\s*Infinity)')
+_UNTELLING = bytes(byte for byte in range(256) if byte not in b'":\\nNI')
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +95,9 @@ def _completions(body: bytes, start: int) -> _Scanned | None:
         lists[marker[2:-3].lstrip(b',"')] = (at, end)
         at = end + len(following)
     count = _numbers(body[slice(*lists[b"token_logprobs"])])
-    if count is None or body.find(b'"', *lists[b"text_offset"]) >= 0 or _has_non_number(body, *lists[b"top_logprobs"]):
+    if count is None or _has_non_number(body[slice(*lists[b"top_logprobs"])]):
+        return None
+    if body.find(b'"', *lists[b"text_offset"]) >= 0:
         return None
     return _against_ids(body, _Scanned(count, list(lists.values())), body[slice(*lists[b"tokens"])])
 
@@ -105,7 +117,7 @@ def _chat(body: bytes, start: int) -> _Scanned | None:
     numbers = len(_CHAT_NUMBER.findall(entries))
     if numbers != entries.count(b'"logprob":') or numbers != entries.count(b'"token":'):
         return None
-    if _has_non_number(body, start, end) or b'"token_id:' in entries:
+    if _has_non_number(entries) or b'"token_id:' in entries:
         return None
     return _against_ids(body, _Scanned(entries.count(b'"top_logprobs":'), [(start, end)]), None)
 
@@ -117,7 +129,7 @@ def _against_ids(body: bytes, scanned: _Scanned, names: bytes | None) -> _Scanne
     start = found + len(_IDS)
     between = body[after + 2 : found] if found >= 0 else b"{"
     if b"{" in between or b"}" in between or not body.startswith(b"[", start):
-        return scanned if names is None or len(_QUOTED.findall(names)) == count else None
+        return scanned if names is None or _length(names) == count else None
     end = body.find(b"]", start)
     ids = body[start + 1 : end]
     if ids.translate(None, b"0123456789") != b"," * (count - 1) or bool(ids) is not bool(count):
@@ -131,27 +143,31 @@ def _against_ids(body: bytes, scanned: _Scanned, names: bytes | None) -> _Scanne
 
 
 def _numbers(values: bytes) -> int | None:
-    """Length of a list of usable logprobs, None if one may not be usable.
-
-    Nearly always all are negative with at most three digits before the point: two passes over the bytes prove it.
-    """
-    if not values:
-        return 0
-    shape = values.translate(None, b"0123456789.").replace(b"e-", b"")
-    count = (len(shape) + 1) // 2
-    if shape == b"-," * (count - 1) + b"-" and _LONG.search(values) is None:
-        return count
+    """Length of a list of usable logprobs, None if one may not be usable."""
+    if len(values) <= _MOST_OF_FEW and _FEW.fullmatch(values):
+        return values.count(b",") + bool(values)
+    if b"f" in values:  # false would pack as 0.0; true packs as 1.0, which is too much
+        return None
     try:
         numbers = orjson.loads(b"[" + values + b"]")
-        return len(numbers) if FLOOR < min(numbers) and max(numbers) <= TOLERANCE else None
-    except (orjson.JSONDecodeError, TypeError):
+        packed = struct.pack(f">{len(numbers)}f", *numbers)
+    except (orjson.JSONDecodeError, struct.error, OverflowError):
+        return None
+    usable = not packed[::4].translate(None, _USABLE) or (FLOOR < min(numbers) and max(numbers) <= TOLERANCE)
+    return len(numbers) if usable else None
+
+
+def _length(values: bytes) -> int | None:
+    try:
+        return len(orjson.loads(b"[" + values + b"]"))
+    except orjson.JSONDecodeError:
         return None
 
 
-def _has_non_number(body: bytes, start: int, end: int) -> bool:
-    """Among candidates any finite number will do, the floor too."""
-    return (
-        body.find(b"null", start, end) >= 0
-        or body.find(b"NaN", start, end) >= 0
-        or body.find(b"Infinity", start, end) >= 0
-    )
+def _has_non_number(values: bytes) -> bool:
+    """A candidate may be no finite number; the floor is one.
+
+    A value follows its key's closing quote and a colon, and of a value that is a number nothing is kept. A name that
+    begins with a colon (``:return``) can look so as well; a closer look tells most of these.
+    """
+    return b'":n' in values.translate(_TELLING, _UNTELLING) and _NON_NUMBER.search(values) is not None
