@@ -31,7 +31,7 @@ _CHAT_NUMBER = re.compile(rb'"logprob":(?:-\d{1,3}(?:\.\d+)?(?:e-\d+)?|0\.0)[,}]
 _FEW = re.compile(rb"(?:-\d{1,3}(?:\.\d++)?+(?:e-\d++)?+(?:,(?!$)|$))*+")
 _MOST_OF_FEW = 256  # bytes up to which matching a list costs less than decoding it
 
-# First byte of a float32 (sign, seven bits of the exponent) where it is usable for certain: at least 0 and under 2**-11,
+# First byte of a float32 (sign, seven bits of the exponent) where it is surely usable: at least 0 and under 2**-11,
 # so under the tolerance; under 0 and over -2**13, so over the floor. Rounding to float32 keeps the order.
 _USABLE = bytes(range(0x3A)) + bytes(range(0x80, 0xC6))
 
