@@ -14,7 +14,7 @@ from proxy.asgi import Call
 from proxy.assemble import AssemblyError, stream_request
 from proxy.attempts import Attempt, Reply, cause_of, is_stream, read_reply, with_fresh_salt
 from proxy.breaker import Admission
-from proxy.errors import BadReply, Cut, ErrorType, SidecarError, UpstreamFailure
+from proxy.errors import BadReply, Cut, ErrorType, SidecarError, TimedOut, UpstreamFailure
 from proxy.exchange import Exchange
 from proxy.headers import end_to_end, without
 from proxy.incidents import Incident, describe
@@ -23,8 +23,6 @@ from proxy.recovery import Accept, Attempts, Cause, GiveUp, Repeat, Stream
 from proxy.rewrite import StreamRewriter, rewrite_reply
 from proxy.sidecar import Sidecar
 from proxy.unscorable import Findings, Reason, Rules
-
-_CUT = ErrorType.PROTOCOL
 
 
 class StreamBroken(Exception):
@@ -164,7 +162,7 @@ class Generation:
                 raise Cut(f"{self._sidecar.upstream.url} ended its stream without the last event")
             await self._call.write(rewriter.close(), more=False)
         except (UpstreamFailure, SidecarError) as failure:
-            error = failure if isinstance(failure, SidecarError) else self._give_up(502, _CUT, str(failure))
+            error = failure if isinstance(failure, SidecarError) else self._give_up(*_broken(failure), str(failure))
             await self._call.write(b"data: " + error.body() + b"\n\n", more=True)
             if isinstance(failure, UpstreamFailure):
                 self._sidecar.metrics.upstream_error(cause_of(failure).name.lower())
@@ -211,3 +209,8 @@ class Generation:
         self._sidecar.incidents.add(
             Incident(time.time(), self._api.value, request_id, action, detail, reasons, positions)
         )
+
+
+def _broken(failure: UpstreamFailure) -> tuple[int, ErrorType]:
+    """What an event stream that broke is told as."""
+    return (504, ErrorType.TIMEOUT) if isinstance(failure, TimedOut) else (502, ErrorType.PROTOCOL)
