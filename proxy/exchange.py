@@ -1,4 +1,4 @@
-"""One exchange over one connection: asyncio transports and httptools' parser. Shell; knows no policy and no pool.
+"""One request and its reply over one connection (proxy.connection). Shell; knows no policy.
 
 Written for the hot path, where general clients cost more than all else the sidecar does (benchmarks/README.md). It
 decompresses nothing, follows nothing, and tells apart how an attempt failed (proxy.errors).
@@ -6,32 +6,24 @@ decompresses nothing, follows nothing, and tells apart how an attempt failed (pr
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Protocol, cast
 
-import httptools
-
-from proxy.errors import BadReply, ClosedEarly, Cut, TimedOut, UpstreamFailure
+from proxy.connection import Connection, Pool
+from proxy.errors import TimedOut, UpstreamFailure
 from proxy.headers import Headers
 
 # Bytes that may wait for a slow client before reading from the upstream pauses.
 _HIGH_WATER = 1 << 18
-
-
-class Pool(Protocol):
-    """Where a connection comes from and goes back to."""
-
-    url: str
-
-    def give_back(self, connection: "Connection") -> None: ...
-
-    def forget(self, connection: "Connection") -> None: ...
+# Bytes of a body still to come from which they are read into their place: the parser's copies cost more than a reply.
+_LARGE = 1 << 16
+# Most that is believed of a content-length before its bytes are there.
+_LARGEST = 1 << 28
 
 
 class Exchange:
     """One request and its reply. ``close`` it always: a finished one gives its connection back, else it is cut."""
 
     def __init__(
-        self, pool: Pool, connection: "Connection", read_timeout: float | None, *, bodiless: bool, once: bool
+        self, pool: Pool, connection: Connection, read_timeout: float | None, *, bodiless: bool, once: bool
     ) -> None:
         self.status = 0
         self.headers: Headers = []
@@ -44,6 +36,7 @@ class Exchange:
         self.started = False  # the head of the reply is here
         self.finished = False
         self.keep_alive = False
+        self.length: int | None = None  # of the body, where the head tells it
         self.failure: UpstreamFailure | None = None
         self._chunks: list[bytes] = []
         self._waiting = 0
@@ -55,13 +48,19 @@ class Exchange:
         while not self.started:
             await self._wait()
 
-    async def read(self) -> bytes:
+    async def read(self) -> bytes | bytearray:
         """The whole body."""
         self._collecting = True
+        body = None
+        if not self.finished and self.length is not None and _LARGE < self.length - self._waiting <= _LARGEST:
+            body = bytearray(self.length)
+            have = self._waiting
+            body[:have] = self._take()
+            self._connection.read_into(memoryview(body)[have:])
         self._connection.resume()
         while not self.finished:
             await self._wait()
-        return self._take()
+        return self._take() if body is None else body
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives; reading pauses while the consumer is slow."""
@@ -100,7 +99,12 @@ class Exchange:
             if self._waiting > _HIGH_WATER:
                 self._connection.pause()
             self.wake()
-        elif self._read_timeout is not None:  # silence is timed, not the whole body
+        else:
+            self.grew()
+
+    def grew(self) -> None:
+        """More of a body that is read into its place has come."""
+        if self._read_timeout is not None:  # silence is timed, not the whole body
             self.wake()
 
     def wake(self) -> None:
@@ -126,140 +130,3 @@ class Exchange:
                 await self._waiter
         except TimeoutError:
             raise TimedOut(f"{self._pool.url} sent nothing for {self._read_timeout:g} s") from None
-
-
-class Connection(asyncio.Protocol):
-    """A socket and its parser; speaks to the exchange it currently serves."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.idle_since = 0.0
-        self.usable = True
-        self._pool = pool
-        self._exchange: Exchange | None = None
-        self._paused = False
-        self._writable: asyncio.Future[None] | None = None
-
-    def begin(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._headers: Headers = []
-        self._sized = False
-        self._heard = False  # a byte of the reply has come
-        self._parser = httptools.HttpResponseParser(self)
-        if not self.usable:
-            exchange.fail(ClosedEarly(f"{self._pool.url} closed the connection before it answered"))
-
-    def end(self, exchange: Exchange) -> None:
-        if self._exchange is exchange:
-            self._exchange = None
-        self.resume()
-
-    def write(self, data: bytes) -> None:
-        if self.usable:
-            self._transport.write(data)
-
-    async def drained(self) -> None:
-        if self._writable is not None:
-            await self._writable
-
-    def pause(self) -> None:
-        if not self._paused and self.usable:
-            self._paused = True
-            self._transport.pause_reading()
-
-    def resume(self) -> None:
-        if self._paused:
-            self._paused = False
-            if self.usable:
-                self._transport.resume_reading()
-
-    def abort(self) -> None:
-        self.usable = False
-        self._transport.abort()
-
-    # asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from asyncio's
-
-    def data_received(self, data: bytes) -> None:
-        exchange = self._exchange
-        if exchange is None or exchange.finished:  # bytes nobody asked for
-            self._exchange = None
-            self._pool.forget(self)
-            self.abort()
-            return
-        self._heard = True
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            exchange.fail(BadReply(f"{self._pool.url} does not answer in HTTP: {error}"))
-            self.abort()
-        except httptools.HttpParserUpgrade:
-            exchange.fail(BadReply(f"{self._pool.url} switched protocols"))
-            self.abort()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.usable = False
-        self.resume_writing()
-        self._pool.forget(self)
-        exchange = self._exchange
-        if exchange is None or exchange.finished:
-            return
-        if exchange.started and not self._sized and error is None:
-            self.on_message_complete()  # a body that ends with the connection
-        elif self._heard:
-            exchange.fail(Cut(f"{self._pool.url} closed the connection inside its reply"))
-        else:
-            exchange.fail(ClosedEarly(f"{self._pool.url} closed the connection before it answered"))
-
-    def pause_writing(self) -> None:
-        self._writable = asyncio.get_running_loop().create_future()
-
-    def resume_writing(self) -> None:
-        if self._writable is not None and not self._writable.done():
-            self._writable.set_result(None)
-        self._writable = None
-
-    # httptools
-
-    def on_message_begin(self) -> None:
-        exchange = self._exchange
-        if exchange is not None and exchange.finished:  # a second reply that nobody asked for, in the same packet
-            exchange.keep_alive = False
-            self._exchange = None
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        exchange = self._exchange
-        if exchange is None or (100 <= status < 200):
-            return
-        if status >= 600:
-            raise ValueError(f"status {status} is no HTTP status")
-        exchange.status, exchange.headers = status, self._headers
-        self._sized = any(
-            name == b"content-length" or (name == b"transfer-encoding" and b"chunked" in value.lower())
-            for name, value in self._headers
-        )
-        self._headers = []  # trailers are no headers
-        exchange.started = True
-        if exchange.bodiless:
-            exchange.finished = True
-        exchange.wake()
-
-    def on_body(self, data: bytes) -> None:
-        if self._exchange is not None:
-            self._exchange.add(data)
-
-    def on_message_complete(self) -> None:
-        exchange = self._exchange
-        if exchange is None:
-            return
-        if not exchange.started:  # 1xx: the reply proper is still to come
-            self._headers = []
-            return
-        exchange.finished = True
-        exchange.keep_alive = self._sized and self._parser.should_keep_alive()
-        exchange.wake()

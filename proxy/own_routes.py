@@ -149,6 +149,6 @@ async def _get(sidecar: Sidecar, target: bytes) -> tuple[int, str, bytes]:
         try:
             await exchange.head()
             kind = find(exchange.headers, b"content-type") or b"text/plain"
-            return exchange.status, kind.decode("latin-1"), await exchange.read()
+            return exchange.status, kind.decode("latin-1"), bytes(await exchange.read())
         finally:
             exchange.close()

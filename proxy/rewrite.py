@@ -24,7 +24,7 @@ def rewrite_reply(body: bytes, api: Api, rules: Rules, asked: Callable[[], Asked
     if sampled is not None:
         return body, Findings(sampled)
     try:
-        return logprobs.mark(body, asked(), rules)
+        return logprobs.mark(bytes(body), asked(), rules)
     except InvalidJson as error:
         raise BadReply(f"the upstream's reply is not the JSON object it should be: {error}") from error
 

@@ -9,8 +9,9 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from proxy.connection import Connection
 from proxy.errors import Unreachable
-from proxy.exchange import Connection, Exchange
+from proxy.exchange import Exchange
 from proxy.headers import Headers
 
 
@@ -44,6 +45,7 @@ class Upstream:
         self._connect_timeout = connect_timeout
         self._read_timeout = read_timeout
         self._idle_expiry = idle_expiry
+        self.scratch = memoryview(bytearray(1 << 18))
         self._idle: list[Connection] = []
         self._sweeper: asyncio.TimerHandle | None = None
 
