@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trl_env
 
-pytestmark = pytest.mark.real_trl
+pytestmark = [pytest.mark.real_trl, pytest.mark.timeout(900)]  # a busy machine takes a group of cases that long
 
 TENSORS = 27
 """Parameters of the tiny model."""

@@ -17,7 +17,7 @@ import vllm_env
 
 TRL = "1.16.0"
 TORCH = "2.13.0"
-RUN_TIMEOUT_S = 280.0
+RUN_TIMEOUT_S = 850.0
 
 _HERE = Path(__file__).parent
 _REQUIREMENTS = (f"torch=={TORCH}", f"trl=={TRL}", "aiohttp", "requests")  # the last two: TRL's rollout worker

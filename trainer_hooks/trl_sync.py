@@ -57,9 +57,10 @@ class SyncHook:
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = self._compute_loss(model, inputs, *args, **kwargs)
         if self._trainer.model.training:
-            ratio = inputs.get("importance_sampling_ratio", torch.ones(()))
-            bounded = (ratio >= self._max_ratio).sum()
-            self.tally.add(self._trainer.accelerator, loss, _mask(inputs).sum(), _unscorable_in(inputs).sum(), bounded)
+            mask = _mask(inputs)
+            ratio = inputs.get("importance_sampling_ratio", torch.zeros((), device=loss.device))
+            bounded = (mask & (ratio >= self._max_ratio)).sum()
+            self.tally.add(self._trainer.accelerator, mask.sum(), _unscorable_in(inputs).sum(), bounded)
         return loss
 
     def rehearse(self) -> None:
