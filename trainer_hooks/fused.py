@@ -21,7 +21,7 @@ STEPS = 8  # blocks that a program walks through: one reduction for 8,192 tokens
 _MAX_SPLITS = 64
 # 8 warps leave each thread 4 tokens, one vector load of float32. Fusing a product with a sum rounds once, not twice;
 # said outright, since the default differs between Triton versions, and so would the last bit.
-_LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}
+LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}
 
 
 def evaluate(batch: Batch, config: PolicyLossConfig) -> Evaluation:
@@ -44,7 +44,7 @@ def evaluate(batch: Batch, config: PolicyLossConfig) -> Evaluation:
             bounds.low, bounds.high, bounds.dual, bounds.bound,
             CISPO=config.loss == "cispo", GSPO=gspo, SEQUENCE_MEAN=config.per_sequence_mean,
             DROP=config.unscorable == "drop", PACKED=packed, TOKEN_ADVANTAGES=token_advantages,
-            BLOCK=BLOCK, STEPS=STEPS, **_LAUNCH,
+            BLOCK=BLOCK, STEPS=STEPS, **LAUNCH,
         )  # fmt: skip
         loss, scale, metrics = _finish(partials, number, config)
     return Evaluation(loss, gradient, scale, metrics)
@@ -65,7 +65,7 @@ def _sequence_sums(
         new, old, advantages, mask, sequences.boundaries if isinstance(sequences, PackedSequences) else mask, sums,
         new.shape[-1], sequences.number, batch.floor, POSITIVE_TOLERANCE, config.log_ratio_bound,
         RATIO=ratio, PACKED=packed, TOKEN_ADVANTAGES=advantages.shape == new.shape, ROWS=rows, BLOCK=BLOCK,
-        **_LAUNCH,
+        **LAUNCH,
     )  # fmt: skip
     return sums[0] if splits == 1 else sums.sum(0)
 
@@ -91,7 +91,7 @@ def _finish(partials: Tensor, number: int, config: PolicyLossConfig) -> tuple[Te
     counted = config.denominator is None and config.loss in ("dapo", "bnpo", "cispo")
     finish_kernel[(1,)](
         partials, pointer, loss, scale, metrics, partials.shape[1], denominator, tiny,
-        COUNTED=counted, GIVEN=given, BLOCK=BLOCK, **_LAUNCH,
+        COUNTED=counted, GIVEN=given, BLOCK=BLOCK, **LAUNCH,
     )  # fmt: skip
     return loss, scale, metrics
 

@@ -78,6 +78,11 @@ def _batch(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, cu_seqlen
         )
     if not new.is_floating_point():
         raise ValueError(f"logprobs must be floats, not {new.dtype}")
+    if {old.device, advantages.device, mask.device} != {new.device}:
+        raise ValueError(
+            f"all tensors must be on {new.device} with the logprobs, not on {old.device}, {advantages.device} and "
+            f"{mask.device}"
+        )
     rows, width = new.shape if new.dim() == 2 else (1, new.numel())
     sequences = _sequences(new, cu_seqlens)
     return Batch(
