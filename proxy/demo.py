@@ -5,9 +5,11 @@ Simulator and sidecar run in this process, on free loopback ports, as real serve
 
 import asyncio
 import json
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import httpx
@@ -67,8 +69,26 @@ async def _demo(settings: DemoSettings, console: Console) -> int:
             through = await _ask_all(console, settings, url, "with the sidecar   ")
             if direct.example is not None:
                 await _show_example(console, settings, url, direct.example)
-    console.print(_table(settings, direct, through))
-    return 1 if through.lost or through.poisonous else 0
+            console.print(_table(settings, direct, through))
+            trained = await _train(console, url)
+    return 1 if through.lost or through.poisonous or not trained else 0
+
+
+async def _train(console: Console, url: str) -> bool:
+    """A small training run in a process of its own: the sidecar needs no torch, and the hook knows no sidecar."""
+    if find_spec("torch") is None:
+        console.print("\nWith the extra `trainer` (torch) installed, a small training run follows here.")
+        return True
+    with console.status("training on the same rollouts, three ways"):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-W", "ignore", "-m", "trainer_hooks.demo", url), stdout=asyncio.subprocess.PIPE
+        )
+        out, _ = await process.communicate()
+    table = Table("trainer", "after it", title="A small training run", title_justify="left")
+    for line in out.decode().splitlines():
+        table.add_row(*line.split("\t"))
+    console.print(table)
+    return process.returncode == 0
 
 
 async def _ask_all(console: Console, settings: DemoSettings, url: str, label: str) -> Outcome:
