@@ -28,11 +28,12 @@ class Served(Protocol):
 
     status: int
     headers: Headers
-    length: int | None
     bodiless: bool
     started: bool
     finished: bool
     keep_alive: bool
+
+    def place(self, length: int) -> memoryview | None: ...
 
     def add(self, data: bytes) -> None: ...
 
@@ -78,10 +79,6 @@ class Connection(asyncio.BufferedProtocol):
         if self._writable is not None:
             await self._writable
 
-    def read_into(self, place: memoryview) -> None:
-        """The rest of the body, all of it, goes into ``place``."""
-        self._place = place
-
     def pause(self) -> None:
         if not self._paused and self.usable:
             self._paused = True
@@ -118,7 +115,6 @@ class Connection(asyncio.BufferedProtocol):
             if self._place:
                 exchange.grew()
             else:
-                self._place = None
                 self.on_message_complete()
 
     def _parse(self, exchange: Served, data: memoryview) -> None:
@@ -173,21 +169,21 @@ class Connection(asyncio.BufferedProtocol):
         if status >= 600:
             raise ValueError(f"status {status} is no HTTP status")
         exchange.status, exchange.headers = status, self._headers
-        for name, value in self._headers:
-            if name == b"content-length":
-                self._sized, exchange.length = True, int(value)
-            elif name == b"transfer-encoding" and b"chunked" in value.lower():
-                self._sized = True
-                exchange.length = None
-                break
+        length = _length(self._headers)
+        self._sized = length is not None
         self._headers = []  # trailers are no headers
         exchange.started = True
         if exchange.bodiless:
             exchange.finished = True
+        elif length:
+            self._place = exchange.place(length)
         exchange.wake()
 
     def on_body(self, data: bytes) -> None:
-        if self._exchange is not None:
+        if self._place is not None:
+            self._place[: len(data)] = data
+            self._place = self._place[len(data) :]
+        elif self._exchange is not None:
             self._exchange.add(data)
 
     def on_message_complete(self) -> None:
@@ -197,6 +193,18 @@ class Connection(asyncio.BufferedProtocol):
         if not exchange.started:  # 1xx: the reply proper is still to come
             self._headers = []
             return
+        self._place = None
         exchange.finished = True
         exchange.keep_alive = self._sized and self._parser.should_keep_alive()
         exchange.wake()
+
+
+def _length(headers: Headers) -> int | None:
+    """Bytes of the body; 0 where chunks tell its end, None where only the end of the connection does."""
+    length = None
+    for name, value in headers:
+        if name == b"content-length":
+            length = int(value)
+        elif name == b"transfer-encoding" and b"chunked" in value.lower():
+            return 0
+    return length

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 
 from proxy.connection import Connection, Pool
 from proxy.errors import TimedOut, UpstreamFailure
-from proxy.headers import Headers
+from proxy.headers import Headers, find
 
 # Bytes that may wait for a slow client before reading from the upstream pauses.
 _HIGH_WATER = 1 << 18
-# Bytes of a body still to come from which they are read into their place: the parser's copies cost more than a reply.
+# Bytes from which a body is read into its place: what the parser copies costs more than a reply then.
 _LARGE = 1 << 16
 # Most that is believed of a content-length before its bytes are there.
 _LARGEST = 1 << 28
@@ -32,11 +32,12 @@ class Exchange:
         self._read_timeout = read_timeout
         self.bodiless = bodiless
         self._once = once
+        self._whole = not once  # replies to generations are read whole where they are JSON
         self.reused = connection.idle_since > 0.0  # so the server may have been closing it
         self.started = False  # the head of the reply is here
         self.finished = False
         self.keep_alive = False
-        self.length: int | None = None  # of the body, where the head tells it
+        self._body: bytearray | None = None  # where a large body is read whole
         self.failure: UpstreamFailure | None = None
         self._chunks: list[bytes] = []
         self._waiting = 0
@@ -51,16 +52,10 @@ class Exchange:
     async def read(self) -> bytes | bytearray:
         """The whole body."""
         self._collecting = True
-        body = None
-        if not self.finished and self.length is not None and _LARGE < self.length - self._waiting <= _LARGEST:
-            body = bytearray(self.length)
-            have = self._waiting
-            body[:have] = self._take()
-            self._connection.read_into(memoryview(body)[have:])
         self._connection.resume()
         while not self.finished:
             await self._wait()
-        return self._take() if body is None else body
+        return self._take() if self._body is None else self._body
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives; reading pauses while the consumer is slow."""
@@ -92,6 +87,13 @@ class Exchange:
             self.failure = failure
         self.wake()
 
+    def place(self, length: int) -> memoryview | None:
+        """Where a body of ``length`` bytes is to be read into; None: ``add`` takes it."""
+        if not (self._whole and _LARGE < length <= _LARGEST and self._is_json()):
+            return None
+        self._body = bytearray(length)
+        return memoryview(self._body)
+
     def add(self, data: bytes) -> None:
         self._chunks.append(data)
         self._waiting += len(data)
@@ -117,6 +119,10 @@ class Exchange:
         self._chunks.clear()
         self._waiting = 0
         return data
+
+    def _is_json(self) -> bool:
+        """Whether ``read`` and not ``chunks`` will ask for the body."""
+        return (find(self.headers, b"content-type") or b"").startswith(b"application/json")
 
     async def _wait(self) -> None:
         if self.failure is not None:

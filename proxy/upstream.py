@@ -45,7 +45,7 @@ class Upstream:
         self._connect_timeout = connect_timeout
         self._read_timeout = read_timeout
         self._idle_expiry = idle_expiry
-        self.scratch = memoryview(bytearray(1 << 18))
+        self.scratch = memoryview(bytearray(1 << 17))
         self._idle: list[Connection] = []
         self._sweeper: asyncio.TimerHandle | None = None
 
