@@ -118,6 +118,8 @@ def wash(vllm_url: str, sequences: int = 1) -> None:
 
     `sequences` is how many choices the poisoned request had in all: that many blocks were freed, and are used again.
     """
-    prompts = [clean_prompt(seed, length=127) for seed in range(sequences)]
-    reply = send(vllm_url, completion(0, prompts if sequences > 1 else prompts[0], logprobs=None, max_tokens=1))
+    # Nearly a block each, and enough steps that all are at work at once, whenever they reached the engine.
+    prompts = [clean_prompt(seed, length=100) for seed in range(sequences)]
+    asked = {"logprobs": None, "max_tokens": 27, "ignore_eos": True} if sequences > 1 else {"logprobs": None}
+    reply = send(vllm_url, completion(0, prompts if sequences > 1 else prompts[0], **asked))
     assert reply.status_code == 200, reply.text

@@ -30,8 +30,10 @@ from vllm_env import POISONED_IDS
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(900)]
 
 REQUESTS = 200
-MOST_CHOICES = 6
+MOST_CHOICES = 9
 FORCED = {str(POISONED_IDS[0]): 100}  # the first sampled token is poisoned, so that all but the first are unscorable
+
+EVERY = [{"role": "user", "content": POISONED_TEXT}]
 
 
 def _calls() -> list[Call]:
@@ -47,10 +49,10 @@ def _poisoned_call(seed: int) -> Call:
         case 1:
             return completion(seed, poisoned_prompt(seed), n=n)
         case 2:
-            # In the middle: each attempt frees its cache blocks in reverse order and the next one takes them so, which
-            # gives this prompt its own block back. Elsewhere the clean prompts would get it, with NaN in its unused
-            # rows, and vLLM would compute NaN for them as well.
-            return completion(seed, [clean_prompt(seed), poisoned_prompt(seed), clean_prompt(seed + 1000)], n=n)
+            # The clean prompts are the longer ones: the attempts before the stream leave NaN in freed cache blocks, and
+            # vLLM computes NaN for a sequence that is given such a block and does not overwrite all of it.
+            prompts = [clean_prompt(seed, length=40), poisoned_prompt(seed), clean_prompt(seed + 1000, length=40)]
+            return completion(seed, prompts, n=n)
         case 3:
             return completion(seed, logit_bias=FORCED, n=n)
         case _:
@@ -83,21 +85,23 @@ def _marked(choice: Choice) -> list[int]:
 
 def _run(url: str, calls: list[Call], vllm: str, sequences: int) -> list[requests.Response]:
     """Sends the calls one by one, each to an engine in which no earlier one has left NaN."""
+    wash(vllm, sequences)
     replies = []
-    for call in calls:
-        wash(vllm, sequences)
+    for seed, call in enumerate(calls):
         replies.append(send(url, call))
+        if seed % 2:
+            wash(vllm, sequences)
     return replies
 
 
 def test_half_of_the_traffic_poisoned(vllm_poison: VllmPair) -> None:
     vllm, calls = vllm_poison.python.url, _calls()
-    streamed = _run(vllm, [Call(call.path, {**call.body, "stream": True}) for call in calls], vllm, MOST_CHOICES * 2)
+    streamed = _run(vllm, [Call(call.path, {**call.body, "stream": True}) for call in calls], vllm, MOST_CHOICES)
     without = [send(vllm, call) for call in calls]
     assert sum(reply.status_code == 400 for reply in without) >= REQUESTS / 2
 
     with run_sidecar(vllm, trip_ratio=0) as sidecar:
-        replies = _run(sidecar, calls, vllm, MOST_CHOICES * 2)
+        replies = _run(sidecar, calls, vllm, MOST_CHOICES)
     assert [reply.status_code for reply in replies] == [200] * REQUESTS
     for seed, (call, reply, stream) in enumerate(zip(calls, replies, streamed, strict=True)):
         marks = 0
@@ -131,7 +135,7 @@ def test_half_of_the_traffic_poisoned_at_the_rust_front_end(vllm_poison: VllmPai
         assert choice.unscorable == ({"floor": bad} if bad else {}), call
         assert all(value > -9999.0 for value in choice.values)
         assert reply.headers.get("X-Unscorable-Tokens") == (str(len(bad)) if bad else None)
-    assert served == 74
+    assert served == 75
 
 
 @pytest.fixture
@@ -224,11 +228,35 @@ def test_a_client_that_leaves_stops_the_engine(poisoned: Served, prompt: list[in
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "reason", "recovery"),
+    [
+        ("/v1/completions", {"prompt": [10, 300, 12], "logprobs": 0}, "nan", "stream"),
+        ("/v1/chat/completions", {"messages": EVERY, "logprobs": True}, "nan", "stream"),
+        ("/invocations", {"prompt": [10, 300, 12], "logprobs": 0}, "nan", "stream"),
+        ("/invocations", {"messages": EVERY, "logprobs": True}, "nan", "stream"),
+        ("/inference/v1/generate", {"token_ids": [10, 300, 12], "sampling_params": {"logprobs": 0}}, "floor", None),
+    ],
+    ids=["completions", "chat", "invocations-completions", "invocations-chat", "generate"],
+)
+def test_every_route_delivers(washed: str, path: str, body: JSON, reason: str, recovery: str | None) -> None:
+    asked = {"model": "tiny", "max_tokens": 4, "return_token_ids": True, **body}
+    if "sampling_params" in body:
+        asked["sampling_params"] = {"max_tokens": 4, **body["sampling_params"]}
+    with run_sidecar(washed) as sidecar:
+        reply = send(sidecar, Call(path, asked))
+    assert reply.status_code == 200
+    assert reply.headers.get("X-Sidecar-Recovery") == recovery
+    (choice,) = choices(reply)
+    assert choice.values == [9999.0] * 4
+    assert choice.unscorable == {reason: [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/completions", {"prompt": [10, 300, 12], "logprobs": 0, "prompt_logprobs": 1}),
         ("/v1/completions", {"prompt": [10, 300, 12], "logprobs": 0, "n": 2, "echo": True}),
-        ("/v1/chat/completions/batch", {"messages": [[{"role": "user", "content": " every"}]] * 2, "logprobs": True}),
+        ("/v1/chat/completions/batch", {"messages": [EVERY] * 2, "logprobs": True}),
     ],
     ids=["prompt-logprobs", "echo-n-2", "batch"],
 )

@@ -122,6 +122,8 @@ def _serve_flags(port: int) -> list[str]:
     return [
         *("--served-model-name", SERVED_NAME, "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", "float32", "--max-model-len", "8192", "--enforce-eager", "--max-logprobs", "20"),
+        # On a CPU a seeded request whose prompt does not fit in one step kills the engine.
+        *("--max-num-batched-tokens", "16384"),
         "--enable-scale-out",  # opens /inference/v1/generate
     ]
 
