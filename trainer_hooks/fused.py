@@ -32,9 +32,9 @@ def evaluate(batch: Batch, config: PolicyLossConfig) -> Evaluation:
     number = 1 if sequences is None else sequences.number
     gspo, packed = config.loss == "gspo", isinstance(sequences, PackedSequences)
     bounds = log_bounds(config)
-    gradient = torch.empty(new.shape, dtype=torch.float32, device=new.device)
+    gradient = torch.empty_like(new, dtype=torch.float32)
     columns = triton.cdiv(new.numel(), BLOCK * STEPS)
-    partials = gradient.new_empty((PARTIALS, columns))
+    partials = torch.empty((PARTIALS, columns), dtype=torch.float32, device=new.device)
     with _on_device_of(new):
         needs_sums = gspo or config.per_sequence_mean
         sums = _sequence_sums(batch, new, old, advantages, mask, config) if needs_sums else partials
@@ -73,8 +73,10 @@ def _sequence_sums(
 def _finish(partials: Tensor, number: int, config: PolicyLossConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, scale and metrics from the partial sums; a denominator on the device is read there."""
     tiny = torch.finfo(torch.float32).tiny
-    loss, scale = partials.new_empty(()), partials.new_empty(())
-    metrics = partials.new_empty((len(METRICS),))
+    # Each a tensor of its own: a view among a Function's outputs forbids `loss /= steps`.
+    loss, scale, metrics = (
+        torch.empty(shape, dtype=torch.float32, device=partials.device) for shape in ((), (), (len(METRICS),))
+    )
     given, pointer, denominator = False, partials, 1.0
     match config.denominator:
         case Tensor() as tensor if tensor.device == partials.device:
