@@ -1,7 +1,7 @@
 #!/bin/bash
 # Builds docker/proxy.Dockerfile with buildah, then runs what it built: the image's own command in front of a simulator
 # from the same image, and asks both. Needs root and buildah; where BASE_IMAGE is not set also debootstrap, which makes
-# a base from Debian's packages, so that no image registry is needed.
+# a base from Debian's packages, so that no image registry is needed. compose.yaml is checked where compose is installed.
 #
 #     docker/check.sh                                          # base made here, and kept in buildah's storage
 #     BASE_IMAGE=python:3.13-slim-bookworm docker/check.sh     # base pulled
@@ -111,6 +111,27 @@ assert values.count(9999.0) == sum(map(len, marked.values())) == int(marks) > 0,
 print(f"check: {len(values)} tokens, {marks} of them unscorable and marked")
 PYTHON
 }
+
+check_compose() {
+    local compose expected=$1
+    shift
+    if docker compose version >/dev/null 2>&1; then
+        compose=(docker compose)
+    elif command -v docker-compose >/dev/null; then
+        compose=(docker-compose)
+    else
+        echo "check: no compose here, compose.yaml is not checked"
+        return
+    fi
+    "${compose[@]}" "$@" config --quiet
+    # docker-compose, the first version, lists the services of all profiles.
+    if [ "${compose[0]}" = docker ]; then
+        test "$("${compose[@]}" "$@" config --services | sort | xargs)" = "$expected"
+    fi
+}
+
+check_compose "sidecar vllm"
+check_compose "sidecar sidecar-simulator simulator vllm" --profile simulator
 
 if [ -z "${BASE_IMAGE:-}" ]; then
     if [ -z "$(buildah images --quiet "$own_base" 2>/dev/null)" ]; then make_base; fi
