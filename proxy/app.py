@@ -4,6 +4,7 @@ Own routes are a small FastAPI app; generation routes and everything else are ra
 headers and encoded paths survive, and nothing is parsed that need not be.
 """
 
+import asyncio
 import logging
 import secrets
 import time
@@ -79,6 +80,11 @@ class App:
             metrics.upstream_error(cause_of(failure).name.lower())
             if not call.status:
                 await call.answer_error(_answer(failure))
+        except asyncio.CancelledError:
+            if not call.status:
+                message = "the sidecar is shutting down and drain_timeout is over"
+                await call.answer_error(SidecarError(503, ErrorType.OVERLOADED, message, 1))
+            raise
         except StreamBroken:
             pass  # returning before the last byte makes the server cut the connection
         finally:

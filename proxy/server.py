@@ -1,12 +1,14 @@
 """Runs the app under uvicorn: the ready line, the drain, the workers. Shell."""
 
 import asyncio
+import math
 import multiprocessing
+import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
@@ -17,6 +19,8 @@ from proxy.settings import Settings
 
 # Longer than clients keep idle connections, so that they, not we, close them: no request meets a closing socket.
 _KEEP_ALIVE = 75
+_BACKLOG = 4096
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def serve(settings: Settings) -> int:
@@ -25,17 +29,21 @@ def serve(settings: Settings) -> int:
     listener = _listen(settings)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    line = f"logprob-sidecar on {url} in front of {settings.upstream}"
     if settings.workers == 1:
-        return _Server(settings, listener, f"logprob-sidecar on {url} in front of {settings.upstream}").run_once()
-    processes = _start_workers(settings, listener)
-    print(f"logprob-sidecar on {url} in front of {settings.upstream}, {settings.workers} workers", flush=True)
-    return _supervise(processes)
+        return _Server(settings, listener, lambda: print(line, flush=True)).run_once()
+    # Until each process can handle them: a signal that came earlier would leave workers without a supervisor.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    told, tell = os.pipe()
+    processes = _start_workers(settings, listener, tell)
+    listener.close()  # held open here, it would let clients connect to nobody while the workers drain
+    return _supervise(processes, told, f"{line}, {settings.workers} workers")
 
 
 class _Server(uvicorn.Server):
     """uvicorn that says when it is ready and exits 0 after a drain, where uvicorn would die of the signal."""
 
-    def __init__(self, settings: Settings, listener: socket.socket, ready: str | None) -> None:
+    def __init__(self, settings: Settings, listener: socket.socket, ready: Callable[[], object]) -> None:
         self._app: App = create_app(settings)
         self._listener = listener
         self._ready = ready
@@ -48,9 +56,9 @@ class _Server(uvicorn.Server):
             server_header=False,
             date_header=False,
             timeout_keep_alive=_KEEP_ALIVE,
-            timeout_graceful_shutdown=int(settings.drain_timeout) or None,
+            timeout_graceful_shutdown=math.ceil(settings.drain_timeout),
             log_level=settings.log_level,
-            backlog=4096,
+            backlog=_BACKLOG,
         )
         super().__init__(config)
 
@@ -60,18 +68,19 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             signal.signal(number, self._drain)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         yield
 
     def _drain(self, number: int, frame: object) -> None:
         self._app.sidecar.draining = True
-        self.handle_exit(signal.SIGTERM, None)
+        self.handle_exit(number, None)  # a second SIGINT ends the drain
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.started and self._ready is not None:
-            print(self._ready, flush=True)
+        if self.started:
+            self._ready()
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -80,6 +89,7 @@ def _listen(settings: Settings) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))
+        listener.listen(_BACKLOG)
     except OSError as error:
         sys.exit(
             f"logprob-sidecar: cannot listen on {settings.host}:{settings.port} (--host, --port): {error.strerror}"
@@ -95,22 +105,25 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _start_workers(settings: Settings, listener: socket.socket) -> list[BaseProcess]:
+def _start_workers(settings: Settings, listener: socket.socket, tell: int) -> list[BaseProcess]:
     context = multiprocessing.get_context("fork")
     processes: list[BaseProcess] = []
     for _ in range(settings.workers):
-        process = context.Process(target=_work, args=(settings, listener))
+        process = context.Process(target=_work, args=(settings, listener, tell))
         process.start()
         processes.append(process)
     return processes
 
 
-def _work(settings: Settings, listener: socket.socket) -> None:
-    sys.exit(_Server(settings, listener, None).run_once())
+def _work(settings: Settings, listener: socket.socket, tell: int) -> None:
+    sys.exit(_Server(settings, listener, lambda: os.write(tell, b".")).run_once())
 
 
-def _supervise(processes: list[BaseProcess]) -> int:
-    """Hands the signal on; when one worker dies by itself the others are ended: a supervisor restarts the whole."""
+def _supervise(processes: list[BaseProcess], told: int, line: str) -> int:
+    """Says ``line`` when each worker has told that it serves, hands signals on, returns the exit code.
+
+    When one worker dies by itself the others are ended: a supervisor restarts the whole.
+    """
 
     async def wait() -> int:
         loop = asyncio.get_running_loop()
@@ -120,8 +133,17 @@ def _supervise(processes: list[BaseProcess]) -> int:
             if not ended.done():
                 ended.set_result(code)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        def ready() -> None:
+            serving.extend(os.read(told, len(processes)))
+            if len(serving) == len(processes):
+                loop.remove_reader(told)
+                print(line, flush=True)
+
+        serving = bytearray()
+        loop.add_reader(told, ready)
+        for number in _SIGNALS:
             loop.add_signal_handler(number, end, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         for process in processes:
             loop.add_reader(process.sentinel, end, 1)
         code: int = await ended
