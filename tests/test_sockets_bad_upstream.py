@@ -297,3 +297,27 @@ async def test_max_inflight_refuses_at_once_and_says_so() -> None:
         assert (await running.client.post("/pause")).status_code == 200  # no generation
         assert (await first).content == CLEAN
         assert (await running.client.post(COMPLETIONS, json=ASKED)).content == CLEAN
+
+
+@pytest.mark.parametrize("size", [1 << 13, 1 << 16, 1 << 20])
+async def test_large_replies_are_whole_or_an_error(size: int) -> None:
+    """Large bodies take a way of their own past the parser."""
+    clean, bad = completion("-1.5", text="é" * size), completion("-1.5", "null", text="é" * size)
+    last = reply(clean)[: -len(clean) // 2]
+
+    async def script(peer: Peer) -> None:
+        replies = [reply(clean), reply(clean) + b"stray", reply(bad), last]
+        while await peer.request() is not None:
+            await peer.say(replies[len(upstream.seen) - 1])
+            if len(upstream.seen) == 4:
+                return
+
+    async with run_upstream(script) as upstream, sidecar(upstream.url) as running:
+        for _ in range(2):
+            assert (await running.client.post(COMPLETIONS, json=ASKED)).content == clean
+        marked = await running.client.post(COMPLETIONS, json=ASKED)
+        assert marked.headers["x-unscorable-tokens"] == "1"
+        assert marked.json()["choices"][0]["text"] == "é" * size
+        status, error = await error_of(running)
+        assert (status, error["type"]) == (502, "upstream_protocol_error")
+    assert [seen.connection for seen in upstream.seen[:3]] == [0, 0, 1]

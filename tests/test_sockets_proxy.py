@@ -9,7 +9,7 @@ import pytest
 from sidecars import ASKED, COMPLETIONS, UVLOOP, completion, connected, post, say, sidecar
 from upstreams import END, Peer, ScriptedUpstream, answering, chunk, reply, run_upstream
 
-from proxy.exchange import Connection
+from proxy.connection import Connection
 from proxy.upstream import Upstream
 
 pytestmark = pytest.mark.anyio
@@ -378,14 +378,13 @@ async def test_there_is_no_read_deadline_by_default(monkeypatch: pytest.MonkeyPa
         deadlines.append(delay)
         return timeout(delay)
 
-    monkeypatch.setattr(asyncio, "timeout", watched)
-
     async def script(peer: Peer) -> None:
         await peer.request()
         await release.wait()
         await peer.say(reply(completion("-1.5")))
 
     async with run_upstream(script) as upstream, sidecar(upstream.url) as running:
+        monkeypatch.setattr(asyncio, "timeout", watched)
         async with connected(running.url) as (reader, writer), connected(running.url) as (other, second):
             writer.write(post(COMPLETIONS, b"{}"))
             second.write(post("/pause", b"{}"))

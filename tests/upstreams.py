@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+# Seconds after which a test that hangs fails: pytest-timeout's signal does not wake uvloop.
+PATIENCE = 120
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -136,7 +139,8 @@ async def run_upstream(script: Script, *, port: int = 0) -> AsyncIterator[Script
     host, port = server.sockets[0].getsockname()
     upstream.url = f"http://{host}:{port}"
     try:
-        yield upstream
+        async with asyncio.timeout(PATIENCE):
+            yield upstream
     finally:
         server.close()
         for task in tasks:
