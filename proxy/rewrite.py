@@ -20,7 +20,7 @@ def rewrite_reply(body: bytes, api: Api, rules: Rules, asked: Callable[[], Asked
 
     ``asked`` reads the request and is called only where the bytes alone do not prove the reply clean.
     """
-    sampled = scan.clean(body, api)
+    sampled = scan.clean(body, api, null_candidates=rules.encoding.candidate == b"null")
     if sampled is not None:
         return body, Findings(sampled)
     try:
@@ -72,7 +72,7 @@ class StreamRewriter:
 
     def _proved_clean(self, data: bytes) -> bool:
         """Bytes alone prove an event with one choice clean; its positions are counted."""
-        sampled = scan.clean(data, self._asked.api)
+        sampled = scan.clean(data, self._asked.api, null_candidates=self._rules.encoding.candidate == b"null")
         index = _INDEX.search(data)
         if sampled is None or index is None or data.count(b'"index":') != 1:
             return False

@@ -11,6 +11,7 @@ it proves that it is JSON and that each choice has had its lists scanned.
 
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import orjson
@@ -24,11 +25,12 @@ _IDS = b',"token_ids":'
 # Keys of a completions logprobs object in the order each server writes them, and what follows the last list.
 _PYTHON = (b'{"text_offset":[', b'],"token_logprobs":[', b'],"tokens":[', b'],"top_logprobs":[', b']},"finish_reason":')
 _RUST = (b'{"tokens":[', b'],"token_logprobs":[', b'],"top_logprobs":[', b'],"text_offset":[', b"]}")
+_OF_NUMBERS = (_PYTHON[0], _PYTHON[1], _RUST[3])
 _CHAT = b'{"content":['
 _AFTER_CHAT = (b'"finish_reason":', b'"token_ids":')
 
 _CHAT_NUMBER = re.compile(rb'"logprob":(?:-\d{1,3}(?:\.\d+)?(?:e-\d+)?|0\.0)[,}]')
-_FEW = re.compile(rb"(?:-\d{1,3}(?:\.\d++)?+(?:e-\d++)?+(?:,(?!$)|$))*+")
+_FEW = re.compile(rb"\[(?:-\d{1,3}(?:\.\d++)?+(?:e-\d++)?+(?:,(?!\])|(?=\])))*+\]")
 _MOST_OF_FEW = 256  # bytes up to which matching a list costs less than decoding it
 
 # First byte of a float32 (sign, seven bits of the exponent) where it is surely usable: at least 0 and under 2**-11,
@@ -50,15 +52,19 @@ class _Scanned:
     cuts: list[tuple[int, int]]
 
 
-def clean(body: bytes, api: Api) -> int | None:
-    """Number of sampled positions if every one of them is proved a usable logprob, else None."""
+def clean(body: bytes, api: Api, *, null_candidates: bool = False) -> int | None:
+    """Number of sampled positions if every one of them is proved a usable logprob, else None.
+
+    ``null_candidates``: a null among the candidates may stay as it is.
+    """
     if api not in (Api.COMPLETIONS, Api.CHAT, Api.BATCH):
         return None
     scan = _completions if api is Api.COMPLETIONS else _chat
+    has_non_number = _has_literal if null_candidates else _has_non_number
     total = choices = last = 0
     kept = []
     while (found := body.find(_LOGPROBS, last)) >= 0:
-        scanned = scan(body, found + len(_LOGPROBS))
+        scanned = scan(body, found + len(_LOGPROBS), has_non_number)
         if scanned is None:
             return None
         total += scanned.count
@@ -82,27 +88,33 @@ def _holds(skeleton: bytes, choices: int) -> bool:
         return False
 
 
-def _completions(body: bytes, start: int) -> _Scanned | None:
+def _completions(body: bytes, start: int, has_non_number: Callable[[bytes], bool]) -> _Scanned | None:
     layout = _PYTHON if body.startswith(_PYTHON[0], start) else _RUST
     if not body.startswith(layout[0], start):
         return None
     lists: dict[bytes, tuple[int, int]] = {}
     at = start + len(layout[0])
     for marker, following in zip(layout, layout[1:], strict=False):
-        end = body.find(following, at)
+        if marker in _OF_NUMBERS:  # no bracket in there: looking for one byte is looking at many at once
+            end = body.find(b"]", at)
+            if not body.startswith(following, end):
+                return None
+        else:
+            end = body.find(following, at)
         if end < 0:
             return None
         lists[marker[2:-3].lstrip(b',"')] = (at, end)
         at = end + len(following)
-    count = _numbers(body[slice(*lists[b"token_logprobs"])])
-    if count is None or _has_non_number(body[slice(*lists[b"top_logprobs"])]):
+    first, last = lists[b"token_logprobs"]
+    count = _numbers(body[first - 1 : last + 1])
+    if count is None or has_non_number(body[slice(*lists[b"top_logprobs"])]):
         return None
     if body.find(b'"', *lists[b"text_offset"]) >= 0:
         return None
     return _against_ids(body, _Scanned(count, list(lists.values())), body[slice(*lists[b"tokens"])])
 
 
-def _chat(body: bytes, start: int) -> _Scanned | None:
+def _chat(body: bytes, start: int, has_non_number: Callable[[bytes], bool]) -> _Scanned | None:
     if not body.startswith(_CHAT, start):
         return None
     start += len(_CHAT)
@@ -117,7 +129,7 @@ def _chat(body: bytes, start: int) -> _Scanned | None:
     numbers = len(_CHAT_NUMBER.findall(entries))
     if numbers != entries.count(b'"logprob":') or numbers != entries.count(b'"token":'):
         return None
-    if _has_non_number(entries) or b'"token_id:' in entries:
+    if has_non_number(entries) or b'"token_id:' in entries:
         return None
     return _against_ids(body, _Scanned(entries.count(b'"top_logprobs":'), [(start, end)]), None)
 
@@ -136,20 +148,21 @@ def _against_ids(body: bytes, scanned: _Scanned, names: bytes | None) -> _Scanne
         return None
     if b",," in ids or ids.startswith(b",") or ids.endswith(b","):
         return None
-    if names is not None and b'"token_id:' in names:
+    if names is not None and (names.startswith(b'"token_id:') or not names.startswith(b'"')):
+        # Names are ids where all of them look so; the first tells.
         if names.replace(b'"token_id:', b"").replace(b'"', b"") != ids:
             return None
     return _Scanned(count, [*scanned.cuts, (start + 1, end)])
 
 
 def _numbers(values: bytes) -> int | None:
-    """Length of a list of usable logprobs, None if one may not be usable."""
+    """Length of a list of usable logprobs, None if one may not be usable; the brackets are there."""
     if len(values) <= _MOST_OF_FEW and _FEW.fullmatch(values):
-        return values.count(b",") + bool(values)
+        return values.count(b",") + (len(values) > 2)
     if b"f" in values:  # false would pack as 0.0; true packs as 1.0, which is too much
         return None
     try:
-        numbers = orjson.loads(b"[" + values + b"]")
+        numbers = orjson.loads(values)
         packed = struct.pack(f">{len(numbers)}f", *numbers)
     except (orjson.JSONDecodeError, struct.error, OverflowError):
         return None
@@ -162,6 +175,17 @@ def _length(values: bytes) -> int | None:
         return len(orjson.loads(b"[" + values + b"]"))
     except orjson.JSONDecodeError:
         return None
+
+
+def _has_literal(values: bytes) -> bool:
+    """NaN or Infinity may be a candidate. Capital N and I are rare, and finding one byte is finding it among many."""
+    for first, word in ((b"N", b"NaN"), (b"I", b"Infinity")):
+        at = values.find(first)
+        while at >= 0:
+            if values.startswith(word, at):  # as a value, or in a name
+                return _NON_NUMBER.search(values) is not None
+            at = values.find(first, at + 1)
+    return False
 
 
 def _has_non_number(values: bytes) -> bool:

@@ -63,6 +63,16 @@ def test_a_candidate_that_is_no_number_is_seen_whatever_its_name(value: str, nam
     assert scan.clean(reply(values, [*values[1:], value], names), Api.COMPLETIONS) is None
 
 
+@pytest.mark.parametrize("value", ["NaN", " NaN", "Infinity", "-Infinity", "\n-Infinity"])
+@pytest.mark.parametrize("name", ["null", "NaN", "N", "I", "Infinit", ":", "\\n"])
+def test_where_a_null_candidate_may_stay_literals_are_still_seen(value: str, name: str) -> None:
+    values = ["-0.25"] * LONG
+    names = [name] * LONG
+    with_null = reply(values, [*values[1:], "null"], names)
+    assert scan.clean(with_null, Api.COMPLETIONS, null_candidates=True) == LONG
+    assert scan.clean(reply(values, [*values[1:], value], names), Api.COMPLETIONS, null_candidates=True) is None
+
+
 @pytest.mark.parametrize("name", ["null", ":return", "NaN", "Infinity", ":\\n", '\\":\\n', "n", "\\n", "://n"])
 def test_names_that_look_like_what_is_no_number_cost_nothing(name: str) -> None:
     values = ["-0.25"] * LONG
@@ -72,6 +82,6 @@ def test_names_that_look_like_what_is_no_number_cost_nothing(name: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.floats(width=64), min_size=20, max_size=60))
 def test_the_list_is_proved_only_if_every_value_is_usable(numbers: list[float]) -> None:
-    raw = ",".join(map(repr, numbers)).encode()
+    raw = f"[{','.join(map(repr, numbers))}]".encode()
     expected = len(numbers) if all(FLOOR < number <= TOLERANCE for number in numbers) else None
     assert scan._numbers(raw) == expected
