@@ -40,6 +40,7 @@ _USABLE = bytes(range(0x3A)) + bytes(range(0x80, 0xC6))
 # What tells a candidate that is no number from one that is: N and I become n, so that null, NaN and Infinity (its sign
 # is dropped) all begin alike. Backslashes stay, so that an escaped n after a quote and a colon does not look like one.
 _TELLING = bytes.maketrans(b"NI", b"nn")
+_LITERAL = re.compile(rb'"\s*:\s*(?:NaN|-?\s*Infinity)')
 _NON_NUMBER = re.compile(rb'"\s*:\s*(?:null|NaN|-?\s*Infinity)')
 _UNTELLING = bytes(byte for byte in range(256) if byte not in b'":\\nNI')
 
@@ -183,7 +184,7 @@ def _has_literal(values: bytes) -> bool:
         at = values.find(first)
         while at >= 0:
             if values.startswith(word, at):  # as a value, or in a name
-                return _NON_NUMBER.search(values) is not None
+                return _LITERAL.search(values) is not None
             at = values.find(first, at + 1)
     return False
 
