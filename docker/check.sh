@@ -16,7 +16,8 @@ container=
 groups=()
 
 clean_up() {
-    local group
+    local status=$? group
+    if [ "$status" != 0 ]; then cat "$work"/*.log >&2 2>/dev/null || true; fi
     for group in "${groups[@]}"; do kill -- "-$group" 2>/dev/null || true; done
     wait
     if [ -n "$container" ]; then buildah rm "$container" >/dev/null; fi
@@ -54,7 +55,7 @@ start() {
         shift
     done
     shift
-    setsid buildah run --network host "${variables[@]}" "$container" -- "$@" &
+    setsid buildah run --network host "${variables[@]}" "$container" -- "$@" >"$work/${#groups[@]}.log" 2>&1 &
     groups+=($!)
 }
 
