@@ -67,6 +67,7 @@ class App:
         try:
             if prefix is not None and prefix not in _ENCODINGS:
                 raise _unknown("the URL prefix /nan/…", prefix)
+            call.refuse_upgrade()
             if api is None:
                 await pass_through(call, self.sidecar.upstream, self.sidecar.settings.max_request_bytes)
             else:

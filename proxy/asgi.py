@@ -1,13 +1,14 @@
 """The client's side of a request: what uvicorn gives and takes. Shell; knows no policy."""
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from proxy.errors import ErrorType, SidecarError
-from proxy.headers import Headers, find
+from proxy.headers import Headers, connection_names, find
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -67,6 +68,18 @@ class Call:
             raise too_large(limit)
         return length
 
+    def refuse_upgrade(self) -> None:
+        """Raises SidecarError 400 where a body comes with an Upgrade (h2c, as Java's client asks for by default).
+
+        uvicorn's parser takes what follows such a head for bytes of the other protocol: the body never arrives.
+        """
+        if find(self.headers, b"upgrade") is None or b"upgrade" not in connection_names(self.headers):
+            return
+        if find(self.headers, b"transfer-encoding") is None and not self.declared_length(sys.maxsize):
+            return
+        message = "a request with a body cannot ask for an Upgrade here: send it as plain HTTP/1.1"
+        raise SidecarError(400, ErrorType.INVALID_REQUEST, message)
+
     async def _read(self, limit: int) -> bytes:
         self.declared_length(limit)
         chunks: list[bytes] = []
@@ -100,8 +113,8 @@ class Call:
         if error.retry_after is not None:
             headers.append((b"retry-after", b"%d" % error.retry_after))
         # The rest of a body is read and thrown away: closing now would reset a client that is still sending, and it
-        # would never see why. Only a client that waits to be asked for its body has nothing to be reset.
-        if find(self.headers, b"expect") is not None:
+        # would never see why. Only after a client that waits to be asked for its body, or a lost one, nothing follows.
+        if find(self.headers, b"expect") is not None or find(self.headers, b"upgrade") is not None:
             headers.append((b"connection", b"close"))
         await self.answer(error.status, headers, error.body())
 

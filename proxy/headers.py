@@ -29,12 +29,14 @@ def find(headers: Headers, name: bytes) -> bytes | None:
 
 def end_to_end(headers: Headers) -> Headers:
     """Without hop-by-hop headers and those that Connection names."""
-    drop: set[bytes] | frozenset[bytes] = HOP_BY_HOP
-    for key, value in headers:
-        if key.lower() == b"connection":
-            named = {part.strip().lower() for part in value.split(b",")}
-            drop = drop | (named - {b"close", b"keep-alive", b""})
+    drop = HOP_BY_HOP | (connection_names(headers) - {b"close", b"keep-alive", b""})
     return [pair for pair in headers if pair[0].lower() not in drop]
+
+
+def connection_names(headers: Headers) -> set[bytes]:
+    """What the Connection headers say, in lower case."""
+    values = [value for key, value in headers if key.lower() == b"connection"]
+    return {part.strip().lower() for value in values for part in value.split(b",")}
 
 
 def without(headers: Headers, *names: bytes) -> Headers:

@@ -574,3 +574,17 @@ async def test_a_client_keeps_its_connection_over_many_kinds_of_requests() -> No
             httpx.AsyncClient(base_url=running.url, trust_env=False, limits=httpx.Limits(max_connections=1)) as client,
         ):
             assert await calls(upstream, client) == [200, 200, 200, 400, 200]
+
+
+@pytest.mark.parametrize("path", ["/other", COMPLETIONS], ids=["passthrough", "generation"])
+async def test_an_upgrade_that_would_lose_the_body_is_refused(path: str) -> None:
+    upgrade = (b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settings: AAMAAABkAAQ")
+    async with run_upstream(answering(reply(completion("-1.5")))) as upstream, sidecar(upstream.url) as running:
+        answer = await say(running.url, post(path, b"{}", *upgrade))
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b'"type":"invalid_request_error"' in answer
+        bare = b"GET /x HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+        async with connected(running.url) as (reader, writer):
+            writer.write(bare)
+            assert (await reader.readuntil(b"\r\n")) == b"HTTP/1.1 200 OK\r\n"
+    assert [(seen.target, seen.all(b"upgrade")) for seen in upstream.seen] == [(b"/x", [])]
