@@ -91,6 +91,7 @@ def _listen(settings: Settings) -> socket.socket:
         listener.bind((settings.host, settings.port))
         listener.listen(_BACKLOG)
     except OSError as error:
+        listener.close()
         sys.exit(
             f"logprob-sidecar: cannot listen on {settings.host}:{settings.port} (--host, --port): {error.strerror}"
         )

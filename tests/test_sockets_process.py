@@ -230,8 +230,8 @@ def test_a_bad_value_is_two_and_one_line(
 
 
 async def test_memory_stays_bounded_while_either_side_is_slow() -> None:
-    """64 MiB up to an upstream that reads late, 64 MiB down to a client that reads late: a few MiB are held."""
-    size = 64 * MIB
+    """32 MiB up to an upstream that reads late, 32 MiB down to a client that reads late: a few MiB are held."""
+    size = 32 * MIB
     late = asyncio.Event()
 
     async def script(peer: Peer) -> None:
@@ -243,7 +243,7 @@ async def test_memory_stays_bounded_while_either_side_is_slow() -> None:
             await peer.say(reply(b"%d" % got))
         else:
             await peer.say(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
-            for _ in range(64):
+            for _ in range(32):
                 await peer.say(b"x" * MIB)
 
     async with run_upstream(script) as upstream, serving("--upstream", upstream.url) as running:
@@ -252,7 +252,7 @@ async def test_memory_stays_bounded_while_either_side_is_slow() -> None:
         async with connected(running.url) as (reader, writer):
             writer.write(b"POST /up HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size)
             asyncio.get_running_loop().call_later(0.3, late.set)  # no socket buffer takes it all meanwhile
-            for _ in range(64):
+            for _ in range(32):
                 writer.write(b"x" * MIB)
                 await writer.drain()
             assert (await reader.readuntil(b"%d" % size)).startswith(b"HTTP/1.1 200 OK\r\n")
