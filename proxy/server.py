@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 import uvicorn
 
 from proxy.app import App, create_app
+from proxy.http import Protocol
 from proxy.settings import Settings
 
 # Longer than clients keep idle connections, so that they, not we, close them: no request meets a closing socket.
@@ -50,8 +51,9 @@ class _Server(uvicorn.Server):
         config = uvicorn.Config(
             self._app,
             loop="uvloop",
-            http="httptools",
+            http=Protocol,
             ws="none",
+            proxy_headers=False,
             access_log=False,
             server_header=False,
             date_header=False,
