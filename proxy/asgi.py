@@ -118,15 +118,28 @@ class Call:
             headers.append((b"connection", b"close"))
         await self.answer(error.status, headers, error.body())
 
-    async def until_gone(self, work: Coroutine[Any, Any, None], watch: Coroutine[Any, Any, None] | None = None) -> None:
-        """Runs ``work``; when the client leaves, ``work`` is cancelled and ClientGone raised.
+    async def until_gone(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs ``work``, during which the client sends nothing more; when it leaves, raises ClientGone."""
+        task = asyncio.current_task()
+        assert task is not None
+        watch = _Watch(self.gone(), task)
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not watch.over or task.uncancel():
+                raise
+            raise ClientGone from None
+        finally:
+            watch.close()
 
-        ``watch`` reads what the client sends and returns when it has left (by default: nothing more is expected); what
-        it raises cancels ``work`` too.
+    async def until_gone_reading(self, work: Coroutine[Any, Any, None], watch: Coroutine[Any, Any, None]) -> None:
+        """Likewise where the client may send more: ``watch`` reads it and returns when the client has left.
+
+        What ``watch`` raises cancels ``work`` too.
         """
         task = asyncio.current_task()
         assert task is not None
-        watching = asyncio.get_running_loop().create_task(self.gone() if watch is None else watch)
+        watching = asyncio.get_running_loop().create_task(watch)
 
         def leave(_: "asyncio.Task[None]") -> None:
             task.cancel()
@@ -147,6 +160,37 @@ class Call:
         """Returns when the client has left."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
+
+
+class _Watch:
+    """Cancels ``task`` when ``coroutine`` is through: as a task of its own would, without the cost of one.
+
+    A task takes two turns of the loop to begin and to end, for every request; this takes none. ``coroutine`` may
+    await nothing but futures.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], task: "asyncio.Task[Any]") -> None:
+        self.over = False
+        self._closed = False
+        self._coroutine = coroutine
+        self._task = task
+        self._step()
+
+    def close(self) -> None:
+        self._closed = True
+        self._coroutine.close()
+        if not self.over:
+            self._future.remove_done_callback(self._step)
+
+    def _step(self, _: "asyncio.Future[Any] | None" = None) -> None:
+        if self._closed:  # called back in the turn in which the work ended
+            return
+        try:
+            self._future: asyncio.Future[Any] = self._coroutine.send(None)
+            self._future.add_done_callback(self._step)
+        except StopIteration:
+            self.over = True
+            self._task.cancel()
 
 
 def too_large(limit: int) -> SidecarError:

@@ -47,19 +47,28 @@ class Metrics:
         for api in Api:  # so that rates can be taken from the first event on
             for reason in Reason:
                 self._unscorable.labels(api.value, reason.value)
+        self._sampled_by_route = {api.value: self._sampled.labels(api.value) for api in Api}
+        self._of_request: dict[tuple[str, int], tuple[Counter, Histogram, Histogram]] = {}
 
     def request(self, route: str, code: int, seconds: float, overhead: float) -> None:
-        self._requests.labels(route, code).inc()
-        self._seconds.labels(route).observe(seconds)
-        self._overhead.labels(route).observe(overhead)
+        # Looking a child up by its labels costs more than counting; routes and codes are few.
+        children = self._of_request.get((route, code))
+        if children is None:
+            children = self._requests.labels(route, code), self._seconds.labels(route), self._overhead.labels(route)
+            self._of_request[route, code] = children
+        requests, request_seconds, overhead_seconds = children
+        requests.inc()
+        request_seconds.observe(seconds)
+        overhead_seconds.observe(overhead)
 
     def found(self, route: str, findings: Findings) -> None:
         if findings.sampled:
-            self._sampled.labels(route).inc(findings.sampled)
+            self._sampled_by_route[route].inc(findings.sampled)
+        if not (findings.marked or findings.unmarkable):
+            return
         for reason, count in findings.by_reason().items():
             self._unscorable.labels(route, reason.value).inc(count)
-        if findings.marked or findings.unmarkable:
-            self._responses.labels(route).inc()
+        self._responses.labels(route).inc()
 
     def recovery(self, action: str, outcome: str) -> None:
         self._recoveries.labels(action, outcome).inc()

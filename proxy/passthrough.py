@@ -19,7 +19,7 @@ async def pass_through(call: Call, upstream: Upstream, limit: int) -> None:
     request = Request(call.method, call.target, headers, None)
     exchange = await call.waiting(upstream.send(request, fresh=True))
     try:
-        await call.until_gone(_reply(call, exchange), _pump(call, exchange, limit, chunked))
+        await call.until_gone_reading(_reply(call, exchange), _pump(call, exchange, limit, chunked))
     finally:
         exchange.close()
 
