@@ -331,6 +331,20 @@ def test_unscorable_tokens_are_counted_among_the_trained_ones() -> None:
     assert hook.tally.entry(OneRank())["unscorable_fraction"] == 4 / 5
 
 
+def test_tokens_of_a_tool_are_not_counted_whatever_their_logprobs() -> None:
+    trainer = Sync(RAW)
+    score = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda prompts: {  # type: ignore[method-assign]
+        **score(prompts),
+        "tool_mask": torch.tensor([[1, 0, 1], [0, 1, 1]]),
+    }
+    hook = installed(trainer, "drop")
+    scored = trainer._generate_and_score_completions([0, 0])
+    assert scored["advantages"].tolist() == [[1.0, 1.0, 0.0], [-1.0, 0.0, -1.0]]
+    trainer.compute_loss(None, scored)
+    assert hook.tally.entry(OneRank())["unscorable_fraction"] == 2 / 3
+
+
 def test_a_ratio_is_bounded_and_counted() -> None:
     trainer = Sync([[-0.5] * 3, [-0.5] * 2], ratio=torch.tensor([[1.0, math.inf, 2.0], [0.0, 1.0, math.inf]]))
     hook = installed(trainer)
