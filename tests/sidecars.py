@@ -13,6 +13,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from proxy.app import App, create_app
+from proxy.http import Protocol
 from proxy.settings import Settings
 
 # The event loop that `serve` runs on; for the fixture `anyio_backend`.
@@ -57,7 +58,7 @@ async def sidecar(upstream: str, **settings: Any) -> AsyncIterator[Running]:
 @asynccontextmanager
 async def serving(app: Any, state: ServerState) -> AsyncIterator[str]:
     """uvicorn's protocol without uvicorn's server, whose ticks of 0.1 s would be most of these tests' time."""
-    config = uvicorn.Config(app, log_config=None, access_log=False, http="httptools", ws="none")
+    config = uvicorn.Config(app, log_config=None, access_log=False, http=Protocol, ws="none")
     config.load()
     protocol: Any = config.http_protocol_class
     loop = asyncio.get_running_loop()
