@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from proxy import logprobs, scan
+from proxy import direct, logprobs, scan
 from proxy.api import Api, Asked
 from proxy.errors import BadReply
 from proxy.jsonbody import InvalidJson
@@ -23,8 +23,9 @@ def rewrite_reply(body: bytes, api: Api, rules: Rules, asked: Callable[[], Asked
     sampled = scan.clean(body, api, null_candidates=rules.encoding.candidate == b"null")
     if sampled is not None:
         return body, Findings(sampled)
+    body = bytes(body)
     try:
-        return logprobs.mark(bytes(body), asked(), rules)
+        return direct.mark(body, asked(), rules) or logprobs.mark(body, asked(), rules)
     except InvalidJson as error:
         raise BadReply(f"the upstream's reply is not the JSON object it should be: {error}") from error
 
