@@ -138,7 +138,10 @@ class _PolicyLoss(torch.autograd.Function):
         gradient, scale = ctx.saved_tensors
         shape, dtype = ctx.like
         # Out of place: with retain_graph the same gradient is scaled again.
-        return (gradient * (grad_loss * scale)).to(dtype).view(shape), None, None
+        scaled = gradient * (grad_loss * scale)
+        if scaled.dtype is not dtype or scaled.shape != shape:
+            scaled = scaled.to(dtype).view(shape)
+        return scaled, None, None
 
 
 def _as_float32(batch: Batch) -> Batch:
