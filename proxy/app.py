@@ -91,7 +91,7 @@ class App:
         finally:
             metrics.inflight.dec()
             seconds = time.perf_counter() - call.started
-            metrics.request(call.route, call.status, seconds, max(0.0, seconds - call.waited))
+            metrics.request(call.route, call.status or _CLIENT_GONE, seconds, max(0.0, seconds - call.waited))
 
     async def _generate(self, call: Call, api: Api, prefix: str | None) -> None:
         sidecar = self.sidecar

@@ -148,16 +148,18 @@ class Generation:
 
     async def _stream(self, exchange: Exchange) -> None:
         """Event by event; a stream that breaks ends in an error event and a cut connection, never a clean end."""
-        rewriter = StreamRewriter(self._asked, self._rules)
+        reject = self._sidecar.settings.on_unscorable == "reject"
+        rewriter = StreamRewriter(self._asked, self._rules, reject=reject)
         headers = end_to_end(without(exchange.headers, b"content-length", b"x-request-id"))
         await self._call.start(200, [*headers, (b"x-request-id", self._call.request_id)])
         try:
             async for chunk in self._call.timed(exchange.chunks()):
-                out = rewriter.feed(chunk)
+                if out := rewriter.feed(chunk):
+                    await self._call.write(out, more=True)
+                if rewriter.broken is not None:
+                    raise rewriter.broken
                 if self._rejects(rewriter.findings):
                     raise self._rejection(rewriter.findings)
-                if out:
-                    await self._call.write(out, more=True)
             if not rewriter.ended:
                 raise Cut(f"{self._sidecar.upstream.url} ended its stream without the last event")
             await self._call.write(rewriter.close(), more=False)

@@ -11,7 +11,9 @@ from proxy.sse import Frame, Parser
 from proxy.unscorable import Findings, Rules
 
 # The last event of each kind of stream; a stream that ends without one was cut.
-_LAST_OF_RESPONSES = (b"response.completed", b"response.incomplete", b"response.failed", b"response.cancelled")
+_LAST_OF_RESPONSES = tuple(
+    b'"type":"response.%b"' % end for end in (b"completed", b"incomplete", b"failed", b"cancelled")
+)
 _INDEX = re.compile(rb'"index":(\d+)')
 
 
@@ -34,20 +36,33 @@ class StreamRewriter:
     """An event stream, event by event; ``feed`` gives what can leave now.
 
     ``findings`` adds up what was found, positions counted over the whole stream of each choice. ``ended``: the stream
-    has had its last event. ``failed``: an error event came.
+    has had its last event. ``failed``: an error event came. ``broken``: why the stream goes no further; what came
+    before that event has left. With ``reject`` it ends before the first event that holds something unscorable.
     """
 
-    def __init__(self, asked: Asked, rules: Rules) -> None:
+    def __init__(self, asked: Asked, rules: Rules, *, reject: bool = False) -> None:
         self.findings = Findings()
         self.ended = False
         self.failed = False
+        self.broken: BadReply | None = None
+        self._reject = reject
         self._asked = asked
         self._rules = rules
         self._parser = Parser()
         self._before: dict[int, int] = {}
 
     def feed(self, chunk: bytes) -> bytes:
-        return b"".join([self._frame(frame) for frame in self._parser.feed(chunk)])
+        out = []
+        for frame in self._parser.feed(chunk):
+            try:
+                new = self._frame(frame)
+            except InvalidJson as error:
+                self.broken = BadReply(f"an event of the upstream's stream is no JSON object: {error}")
+                break
+            if self._reject and (self.findings.marked or self.findings.unmarkable):
+                break
+            out.append(new)
+        return b"".join(out)
 
     def close(self) -> bytes:
         """What is left of an event that was cut: it leaves as it came."""
@@ -63,10 +78,7 @@ class StreamRewriter:
         if self._proved_clean(data):
             return frame.raw
         before = dict(self._before)
-        try:
-            out, found = logprobs.mark(data, self._asked, self._rules, self._before)
-        except InvalidJson as error:
-            raise BadReply(f"an event of the upstream's stream is no JSON object: {error}") from error
+        out, found = logprobs.mark(data, self._asked, self._rules, self._before)
         self._add(found, before)
         self._note_kind(data)
         return frame.raw if out is data else frame.with_data(out)
@@ -94,5 +106,5 @@ class StreamRewriter:
     def _note_kind(self, data: bytes) -> None:
         if data.startswith(b'{"error"'):
             self.failed = True
-        if self._asked.api is Api.RESPONSES and any(b'"' + kind + b'"' in data[-200:] for kind in _LAST_OF_RESPONSES):
+        if self._asked.api is Api.RESPONSES and any(kind in data for kind in _LAST_OF_RESPONSES):
             self.ended = True

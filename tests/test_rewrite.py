@@ -94,8 +94,19 @@ def all_entries(out: bytes) -> list[dict]:
 
 def test_an_event_that_is_no_json_is_an_error() -> None:
     rewriter = StreamRewriter(Asked(Api.COMPLETIONS, {}), Rules())
-    with pytest.raises(BadReply, match="no JSON object"):
-        rewriter.feed(b"data: {oops\n\n")
+    good = b'data: {"choices":[]}\n\n'
+    assert rewriter.feed(good + b"data: {oops\n\n" + good) == good
+    assert "no JSON object" in str(rewriter.broken)
+
+
+def test_rejecting_goes_no_further_than_the_first_unscorable_event() -> None:
+    rewriter = StreamRewriter(Asked(Api.COMPLETIONS, {}, logprobs=True), Rules(), reject=True)
+    good, bad = (
+        b'data: {"choices":[{"index":0,"logprobs":{"token_logprobs":[%b]}}]}\n\n' % value
+        for value in (b"-1.5", b"null")
+    )
+    assert rewriter.feed(good + bad + good) == good
+    assert rewriter.findings.by_reason() == {Reason.MISSING: 1}
 
 
 def test_a_reply_that_is_no_json_is_an_error_not_an_empty_object() -> None:
