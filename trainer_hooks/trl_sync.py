@@ -81,6 +81,7 @@ class SyncHook:
         double._entropy_bonus_enabled = False
         device = double.accelerator.device
         model = StubModel(torch.tensor([[0.0, 0.0, -1.0, -1.5, -2.0]], device=device))
+        double.model = model  # in training, as the trainer's own is not yet
         inputs = {name: torch.ones(1, 2, dtype=torch.long) for name in ("prompt_ids", "prompt_mask")}
         inputs |= {name: torch.ones(1, 3, dtype=torch.long) for name in ("completion_ids", "completion_mask")}
         inputs["advantages"] = advantages
