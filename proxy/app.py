@@ -5,7 +5,6 @@ headers and encoded paths survive, and nothing is parsed that need not be.
 """
 
 import asyncio
-import logging
 import secrets
 import time
 from urllib.parse import unquote, unquote_to_bytes
@@ -27,11 +26,10 @@ from proxy.sidecar import Sidecar
 from proxy.unscorable import Encoding, Rules
 from proxy.upstream import Upstream
 
-log = logging.getLogger("logprob_sidecar")
-
 _APIS = {api.value: api for api in Api}
 _ENCODINGS = {encoding.value: encoding for encoding in Encoding}
 _PREFIX = b"/nan/"
+_CLIENT_GONE = 499  # nginx's code for a client that left before its reply began
 
 
 class App:

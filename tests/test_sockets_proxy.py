@@ -265,6 +265,10 @@ async def test_a_client_that_leaves_closes_the_upstream(path: str, script: objec
         await upstream.peers[0].closed.wait()
         await running.settled()
         assert running.metric("client_disconnects_total") == 1.0
+        route = path if path == COMPLETIONS else "other"
+        begun = script is hold_inside and path != COMPLETIONS  # a whole reply's head waits for its body
+        code = "200" if begun else "499"
+        assert running.metric("requests_total", route=route, code=code) == 1.0
     assert len(upstream.seen) == 1
 
 
