@@ -4,17 +4,19 @@ Does for these replies exactly what ``proxy.logprobs.mark`` does for all (a test
 as it nearly always is, ``mark`` here gives None and leaves the reply to that one.
 """
 
+import re
 from typing import Any
 
 import orjson
 
 from proxy import candidates, layout, marks
 from proxy.api import Api, Asked
-from proxy.layout import Lists, Span
+from proxy.layout import Lists
 from proxy.unscorable import FLOOR, Findings, Reason, Rules, judge
 
-# What no list of numbers and nulls holds; n is looked at as null.
-_FOREIGN = (b'"', b"t", b"f", b"N", b"I", b"{")
+# What no compact list of numbers and nulls holds.
+_EMPTY = re.compile(rb"\{\s*\}")
+_FOREIGN = (b'"', b"t", b"f", b"N", b"I", b"{", b" ", b"\n", b"\t", b"\r")
 
 
 def mark(body: bytes, asked: Asked, rules: Rules) -> tuple[bytes, Findings] | None:
@@ -98,13 +100,12 @@ def _judge(body: bytes, lists: Lists, rules: Rules) -> tuple[int, dict[Reason, l
         tokens = inside.split(b",")
         highest = rules.highest
         bad = [at for at, number in enumerate(numbers) if number is None or not FLOOR < number <= highest]
-        tops = orjson.loads(b"[" + top + b"]") if b"n" in inside else []
+        known = _with_candidates(top, len(numbers)) if b"n" in inside else []
     except (orjson.JSONDecodeError, TypeError):
         return None
     marked: dict[Reason, list[int]] = {}
     for at in bad:
-        known = at < len(tops) and bool(tops[at])
-        reason = judge(tokens[at].strip(), rules, known)
+        reason = judge(tokens[at], rules, at < len(known) and known[at])
         if reason is None:
             return None
         marked.setdefault(reason, []).append(at)
@@ -124,9 +125,20 @@ def _aligned(body: bytes, lists: Lists, count: int) -> bool:
     names = orjson.loads(b"[" + body[slice(*lists.names)] + b"]")
     if len(names) != count or any(name[:9] == "token_id:" for name in names[:1]):
         return False
-    return lists.ids is None or _count(body, lists.ids) == count
+    return lists.ids is None or layout.counts(body[slice(*lists.ids)], count)
 
 
-def _count(body: bytes, span: Span) -> int | None:
-    ids = orjson.loads(b"[" + body[slice(*span)] + b"]")
-    return len(ids) if all(type(token_id) is int for token_id in ids) else None
+def _with_candidates(top: bytes, count: int) -> list[bool]:
+    """Whether each position has candidates: an object that is not empty.
+
+    Most often all have, and that is seen by counting: ``},{"`` parts two objects unless it ends a name, where a colon
+    follows; what is null is all candidates, no element; no object is empty.
+    """
+    if (
+        top.count(b'},{"') == count - 1
+        and b'},{":' not in top
+        and top.count(b"null") == top.count(b'":null')
+        and _EMPTY.search(top) is None
+    ):
+        return [True] * count
+    return [bool(candidates) for candidates in orjson.loads(b"[" + top + b"]")]

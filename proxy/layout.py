@@ -71,3 +71,10 @@ def ids(body: bytes, after: int) -> Span | None:
     if b"{" in between or b"}" in between or not body.startswith(b"[", start):
         return None
     return start + 1, body.find(b"]", start)
+
+
+def counts(ids: bytes, count: int) -> bool:
+    """``ids`` is so many token ids."""
+    if ids.translate(None, b"0123456789") != b"," * (count - 1) or bool(ids) is not bool(count):
+        return False
+    return not (b",," in ids or ids.startswith(b",") or ids.endswith(b","))

@@ -86,7 +86,7 @@ def _completions(body: bytes, start: int, has_non_number: Callable[[bytes], bool
         fits = _length(names) == count
     else:
         ids = body[slice(*lists.ids)]
-        fits = _one_each(ids, count) and _may_be_named(names, ids)
+        fits = layout.counts(ids, count) and _may_be_named(names, ids)
     return _Scanned(count, lists.cuts) if fits else None
 
 
@@ -111,14 +111,7 @@ def _chat(body: bytes, start: int, has_non_number: Callable[[bytes], bool]) -> _
     ids = layout.ids(body, end)
     if ids is None:
         return _Scanned(count, [(start, end)])
-    return _Scanned(count, [(start, end), ids]) if _one_each(body[slice(*ids)], count) else None
-
-
-def _one_each(ids: bytes, count: int) -> bool:
-    """One token id an entry."""
-    if ids.translate(None, b"0123456789") != b"," * (count - 1) or bool(ids) is not bool(count):
-        return False
-    return not (b",," in ids or ids.startswith(b",") or ids.endswith(b","))
+    return _Scanned(count, [(start, end), ids]) if layout.counts(body[slice(*ids)], count) else None
 
 
 def _may_be_named(names: bytes, ids: bytes) -> bool:
