@@ -113,13 +113,17 @@ def poisoned_positions(prompt_ids: list[int], token_ids: list[int]) -> list[int]
     return [at for at in range(len(token_ids)) if any(token_id in POISONED_IDS for token_id in before[: start + at])]
 
 
+def marked_positions(choice: Choice) -> list[int]:
+    return [position for position, value in enumerate(choice.values) if value == 9999.0]
+
+
 def wash(vllm_url: str, sequences: int = 1) -> None:
     """Overwrites what poisoned requests left in freed cache blocks, which makes the next clean one NaN on this engine.
 
     `sequences` is how many choices the poisoned request had in all: that many blocks were freed, and are used again.
     """
     # Nearly a block each, and enough steps that all are at work at once, whenever they reached the engine.
-    prompts = [clean_prompt(seed, length=100) for seed in range(sequences)]
-    asked = {"logprobs": None, "max_tokens": 27, "ignore_eos": True} if sequences > 1 else {"logprobs": None}
+    prompts = [clean_prompt(seed, length=110) for seed in range(sequences)]
+    asked = {"logprobs": None, "max_tokens": 12, "ignore_eos": True} if sequences > 1 else {"logprobs": None}
     reply = send(vllm_url, completion(0, prompts if sequences > 1 else prompts[0], **asked))
     assert reply.status_code == 200, reply.text
