@@ -16,7 +16,7 @@ from proxy.demo import DemoSettings, demo
 from proxy.doctor import HELP as DOCTOR_HELP
 from proxy.doctor import DoctorSettings, doctor
 from proxy.settings import Settings
-from proxy.simulator_cli import HELP, SimulatorSettings, simulate
+from proxy.simulator.cli import HELP, SimulatorSettings, simulate
 
 
 def settings_command(name: str, model: type[BaseSettings], run: Callable[[Any], int], help: str) -> click.Command:

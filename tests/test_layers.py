@@ -52,7 +52,7 @@ def test_the_packages_do_not_import_each_other(package: str, other: str) -> None
 
 
 def test_the_sidecar_needs_no_torch_and_the_hook_nothing_else() -> None:
-    for file in (ROOT / "proxy").glob("*.py"):
+    for file in (ROOT / "proxy").rglob("*.py"):
         assert "torch" not in {name.split(".")[0] for name in imports(file)}, file
     for file in (ROOT / "trainer_hooks").glob("*.py"):
         if not file.name.startswith("trl"):
@@ -63,7 +63,7 @@ def test_modules_stay_small() -> None:
     long = {
         file.name: lines
         for package in ("proxy", "trainer_hooks")
-        for file in (ROOT / package).glob("*.py")
+        for file in (ROOT / package).rglob("*.py")
         if (lines := len(file.read_text("utf-8").splitlines())) > 260
     }
     assert not long

@@ -12,7 +12,7 @@ import pytest
 from servers import run_app
 
 from proxy.simulator import FrontEnd, SimulatorConfig, create_simulator
-from proxy.simulator_control import Engine
+from proxy.simulator.control import Engine
 
 PROMPT = [10, 11, 12]
 NON_COMPLIANT = (

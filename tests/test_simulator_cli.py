@@ -5,7 +5,7 @@ import pytest
 
 from proxy.cli import settings_command
 from proxy.simulator import FrontEnd, SimulatorConfig
-from proxy.simulator_cli import SimulatorSettings
+from proxy.simulator.cli import SimulatorSettings
 
 
 def parse(*arguments: str) -> SimulatorSettings:

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.simulator_config import SimulatorConfig
-from proxy.simulator_engine import Choice, Prompt, Sampling, prompt_logprobs
-from proxy.simulator_vocabulary import TOKENS, Detokenizer, decode, encode
+from proxy.simulator.config import SimulatorConfig
+from proxy.simulator.engine import Choice, Prompt, Sampling, prompt_logprobs
+from proxy.simulator.vocabulary import TOKENS, Detokenizer, decode, encode
 
 PROMPT = Prompt((10, 11, 12), "()*")
 

@@ -28,7 +28,7 @@ from upstreams import STREAM_HEAD, Peer, ScriptedUpstream, answering, chunk, rep
 from uvicorn.server import ServerState
 
 from proxy.simulator import SimulatorConfig, create_simulator
-from proxy.simulator_control import Engine
+from proxy.simulator.control import Engine
 
 pytestmark = pytest.mark.anyio
 

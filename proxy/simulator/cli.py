@@ -3,8 +3,8 @@
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from proxy.simulator import serve
-from proxy.simulator_config import FrontEnd, SimulatorConfig
+from proxy.simulator.app import serve
+from proxy.simulator.config import FrontEnd, SimulatorConfig
 
 HELP = "Run a stand-in for vLLM that needs no model and no GPU, and fails as vLLM does."
 

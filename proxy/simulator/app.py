@@ -1,6 +1,6 @@
 """The embedded stand-in for vLLM 0.32: its routes, its two front ends, and its failures, without a model or a GPU.
 
-An app holds all of its state; nothing here is global. Shapes, tokens and requests live in the `simulator_*` modules.
+An app holds all of its state; nothing here is global. Shapes, tokens and requests live in the sibling modules.
 """
 
 import random
@@ -20,18 +20,16 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route as Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from proxy.simulator_config import FrontEnd, SimulatorConfig
-from proxy.simulator_control import Engine
-from proxy.simulator_engine import Choice
-from proxy.simulator_refusals import Refusal, parse
-from proxy.simulator_reply import GenerationReply
-from proxy.simulator_requests import Ask, Route, read_ask
-from proxy.simulator_responses import ResponsesShapes
-from proxy.simulator_rust import RustShapes
-from proxy.simulator_shapes import PythonShapes, Shapes
-from proxy.simulator_vocabulary import decode, encode
-
-__all__ = ["FrontEnd", "SimulatorConfig", "create_simulator", "serve"]
+from proxy.simulator.config import FrontEnd, SimulatorConfig
+from proxy.simulator.control import Engine
+from proxy.simulator.engine import Choice
+from proxy.simulator.refusals import Refusal, parse
+from proxy.simulator.reply import GenerationReply
+from proxy.simulator.requests import Ask, Route, read_ask
+from proxy.simulator.responses import ResponsesShapes
+from proxy.simulator.rust import RustShapes
+from proxy.simulator.shapes import PythonShapes, Shapes
+from proxy.simulator.vocabulary import decode, encode
 
 Endpoint = Callable[[Request], Awaitable[Any]]
 VERSION = "0.32.0"

@@ -8,12 +8,12 @@ from contextlib import aclosing
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
-from proxy.simulator_config import FrontEnd
-from proxy.simulator_control import Engine
-from proxy.simulator_engine import Choice
-from proxy.simulator_refusals import Refusal
-from proxy.simulator_requests import Ask, Route
-from proxy.simulator_shapes import Json, Shapes
+from proxy.simulator.config import FrontEnd
+from proxy.simulator.control import Engine
+from proxy.simulator.engine import Choice
+from proxy.simulator.refusals import Refusal
+from proxy.simulator.requests import Ask, Route
+from proxy.simulator.shapes import Json, Shapes
 
 NON_COMPLIANT = "Out of range float values are not JSON compliant"
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from proxy.simulator_config import FrontEnd
+from proxy.simulator.config import FrontEnd
 
 
 class Refusal(Exception):

@@ -3,10 +3,10 @@
 from enum import StrEnum
 from typing import Any
 
-from proxy.simulator_config import FrontEnd, SimulatorConfig
-from proxy.simulator_engine import Prompt, Sampling
-from proxy.simulator_refusals import Refusal, integer, invalid, validation_error
-from proxy.simulator_vocabulary import decode, encode, render_chat
+from proxy.simulator.config import FrontEnd, SimulatorConfig
+from proxy.simulator.engine import Prompt, Sampling
+from proxy.simulator.refusals import Refusal, integer, invalid, validation_error
+from proxy.simulator.vocabulary import decode, encode, render_chat
 
 FORCING_BIAS = 50  # no logprob difference of the simulated model comes near it
 

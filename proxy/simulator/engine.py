@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 
-from proxy.simulator_config import SimulatorConfig
-from proxy.simulator_vocabulary import END_OF_TEXT, EOS, PARTIAL_IDS, WORD_IDS, Detokenizer
+from proxy.simulator.config import SimulatorConfig
+from proxy.simulator.vocabulary import END_OF_TEXT, EOS, PARTIAL_IDS, WORD_IDS, Detokenizer
 
 MASK = (1 << 64) - 1
 MAX_RANK = 20  # the deepest rank that is ever sampled

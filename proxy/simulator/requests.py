@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.simulator_config import FrontEnd, SimulatorConfig
-from proxy.simulator_engine import Prompt, Sampling
-from proxy.simulator_prompts import Route, read_max_tokens, read_prompts, read_sampling
-from proxy.simulator_refusals import Refusal, integer, invalid, validation_error
+from proxy.simulator.config import FrontEnd, SimulatorConfig
+from proxy.simulator.engine import Prompt, Sampling
+from proxy.simulator.prompts import Route, read_max_tokens, read_prompts, read_sampling
+from proxy.simulator.refusals import Refusal, integer, invalid, validation_error
 
 __all__ = ["Ask", "Route", "read_ask"]
 

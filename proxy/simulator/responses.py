@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from proxy.simulator_engine import Choice, Step
-from proxy.simulator_requests import Ask
-from proxy.simulator_shapes import FLOOR, Json, clamp
-from proxy.simulator_vocabulary import token_text
+from proxy.simulator.engine import Choice, Step
+from proxy.simulator.requests import Ask
+from proxy.simulator.shapes import FLOOR, Json, clamp
+from proxy.simulator.vocabulary import token_text
 
 
 class ResponsesShapes:

@@ -6,9 +6,9 @@ NaN and -inf stay floats here: whoever serialises them decides whether that is a
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from proxy.simulator_engine import Candidate, Choice, Prompt, Step, prompt_logprobs
-from proxy.simulator_requests import Ask, Route
-from proxy.simulator_vocabulary import token_text
+from proxy.simulator.engine import Candidate, Choice, Prompt, Step, prompt_logprobs
+from proxy.simulator.requests import Ask, Route
+from proxy.simulator.vocabulary import token_text
 
 Json = dict[str, Any]
 FLOOR = -9999.0

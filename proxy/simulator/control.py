@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
-from proxy.simulator_config import SimulatorConfig
-from proxy.simulator_engine import Choice
+from proxy.simulator.config import SimulatorConfig
+from proxy.simulator.engine import Choice
 
 _UNSEEN = object()
 

@@ -4,10 +4,10 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from proxy.simulator_engine import Candidate, Choice, Step, prompt_logprobs, single
-from proxy.simulator_requests import Ask, Route
-from proxy.simulator_shapes import FLOOR, Json, total_usage, usage
-from proxy.simulator_vocabulary import SPECIALS, spelling
+from proxy.simulator.engine import Candidate, Choice, Step, prompt_logprobs, single
+from proxy.simulator.requests import Ask, Route
+from proxy.simulator.shapes import FLOOR, Json, total_usage, usage
+from proxy.simulator.vocabulary import SPECIALS, spelling
 
 DETAILS = {"prompt_tokens_details": None, "completion_tokens_details": {"reasoning_tokens": 0}}
 ABORTED = "completion stream requested logprobs but generation returned none"
