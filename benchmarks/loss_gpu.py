@@ -122,7 +122,7 @@ def main() -> None:
         print(f"No CUDA device: this times the CPU path, {torch.get_num_threads()} threads, 1,048,576 tokens.")
         print(f"Target: at most {CPU_TARGET} times the unguarded loss.\n")
         print("| loss | µs | of TRL |\n|---|---|---|")
-        print_rows(medians(steps(make(1 << 20, "cpu")), cpu_seconds, rounds=15, repeats=2), None)
+        print_rows(medians(steps(make(1 << 20, "cpu")), cpu_seconds, rounds=7, repeats=2), None)
         return
     bandwidth = copy_bandwidth()
     print(f"Copy bandwidth {bandwidth / 1e12:.2f} TB/s, read and written.")

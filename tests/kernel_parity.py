@@ -18,7 +18,7 @@ from trainer_hooks.objective import Evaluation, evaluate
 
 LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo")
 UNSCORABLE = (math.nan, math.inf, -math.inf, -9999.0, -1e30, 9999.0, 0.5)
-SMALL = (3, 43)
+SMALL = (3, 70)  # wider than one split of a sequence in small blocks
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"clip_ratio_c": 1.5, "clip_high": 0.28, "unscorable": "drop"},
