@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from proxy import direct, logprobs, scan
+from proxy import direct, events, logprobs, scan
 from proxy.api import Api, Asked
 from proxy.errors import BadReply
 from proxy.jsonbody import InvalidJson
@@ -85,14 +85,20 @@ class StreamRewriter:
 
     def _proved_clean(self, data: bytes) -> bool:
         """Bytes alone prove an event with one choice clean; its positions are counted."""
+        choice = events.choice_of(data, self._asked.api)
+        if choice is not None:
+            self._count(choice, 1)
+            return True
         sampled = scan.clean(data, self._asked.api, null_candidates=self._rules.encoding.candidate == b"null")
         index = _INDEX.search(data)
         if sampled is None or index is None or data.count(b'"index":') != 1:
             return False
-        choice = int(index[1])
+        self._count(int(index[1]), sampled)
+        return True
+
+    def _count(self, choice: int, sampled: int) -> None:
         self._before[choice] = self._before.get(choice, 0) + sampled
         self.findings.sampled += sampled
-        return True
 
     def _add(self, found: Findings, before: dict[int, int]) -> None:
         self.findings.sampled += found.sampled

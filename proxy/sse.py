@@ -47,6 +47,8 @@ class Parser:
         self._searched = 0
 
     def feed(self, chunk: bytes) -> list[Frame]:
+        if not self._rest and _is_plain(chunk):
+            return [Frame(chunk, chunk[6:-2])]
         self._rest += chunk
         frames = []
         start = 0
@@ -63,9 +65,14 @@ class Parser:
         return [Frame(rest, _frame(rest).data, ended=False)] if rest else []
 
 
+def _is_plain(raw: bytes) -> bool:
+    """One whole event as vLLM writes it: one line of data."""
+    return raw.startswith(b"data: ") and raw.endswith(b"\n\n") and raw.count(b"\n") == 2 and b"\r" not in raw
+
+
 def _frame(raw: bytes) -> Frame:
-    if raw.startswith(b"data: ") and raw.endswith(b"\n\n") and raw.count(b"\n") == 2 and b"\r" not in raw:
-        return Frame(raw, raw[6:-2])  # as vLLM writes them
+    if _is_plain(raw):
+        return Frame(raw, raw[6:-2])
     lines = [_data(match.group(1)) for match in _LINE.finditer(raw)]
     data = [line for line in lines if line is not None]
     return Frame(raw, b"\n".join(data) if data else None)

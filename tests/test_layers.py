@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CORE = (
     "alignment api assemble assemble_chat assemble_choice assemble_layout breaker candidates direct entries errors "
-    "headers incidents jsonbody jsonspan layout ledger lists logprobs marks recovery rewrite scan sse unscorable"
+    "events headers incidents jsonbody jsonspan layout ledger lists logprobs marks recovery rewrite scan sse unscorable"
 ).split()
 SHELL_ONLY = {
     "asyncio",
