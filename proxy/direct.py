@@ -104,8 +104,12 @@ def _judge(body: bytes, lists: Lists, rules: Rules) -> tuple[int, dict[Reason, l
     except (orjson.JSONDecodeError, TypeError):
         return None
     marked: dict[Reason, list[int]] = {}
+    judged: dict[tuple[bytes, bool], Reason | None] = {}  # bad values are mostly one and the same
     for at in bad:
-        reason = judge(tokens[at], rules, at < len(known) and known[at])
+        key = tokens[at], at < len(known) and known[at]
+        if key not in judged:
+            judged[key] = judge(key[0], rules, key[1])
+        reason = judged[key]
         if reason is None:
             return None
         marked.setdefault(reason, []).append(at)

@@ -1,7 +1,7 @@
-"""Recognises at one match a clean event of one token, as nearly all events of a stream are. Core.
+"""Recognises at one match a clean event of one token, as nearly all events of a stream are, and chat's lists. Core.
 
-The pattern spells out the whole event as vLLM's two servers write it, so what matches is JSON of that shape and holds
-one usable logprob; whatever does not match is looked at by others.
+The patterns spell out the whole of it as vLLM's two servers write it, so what matches is JSON of that shape and holds
+usable logprobs; whatever does not match is looked at by others.
 """
 
 import re
@@ -44,6 +44,17 @@ _CHAT = re.compile(
     rb'"logprob":' + _LOGPROB + rb"," + _BYTES + rb","
     rb'"top_logprobs":\[(?:' + _ENTRY + rb"(?:," + _ENTRY + rb")*+)?+\]\}\]\}" + _TAIL
 )
+
+_CHAT_TOKEN = (
+    rb'\{"token":(?!"token_id:)' + _STRING + rb',"logprob":' + _LOGPROB + rb"," + _BYTES + rb","
+    rb'"top_logprobs":\[(?:' + _ENTRY + rb"(?:," + _ENTRY + rb")*+)?+\]\}"
+)
+_CHAT_TOKENS = re.compile(rb"(?:" + _CHAT_TOKEN + rb"(?:," + _CHAT_TOKEN + rb")*+)?+")
+
+
+def chat_tokens(entries: bytes) -> int | None:
+    """Number of entries of a chat list, whose brackets are not there, if each logprob is proved usable; else None."""
+    return entries.count(b'"top_logprobs":') if _CHAT_TOKENS.fullmatch(entries) else None
 
 
 def choice_of(data: bytes, api: Api) -> int | None:

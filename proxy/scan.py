@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 import orjson
 
-from proxy import candidates, layout
+from proxy import candidates, events, layout
 from proxy.api import Api
 from proxy.unscorable import FLOOR, TOLERANCE
 
 _CHAT = b'{"content":['
 _AFTER_CHAT = (b'"finish_reason":', b'"token_ids":')
 
-_CHAT_NUMBER = re.compile(rb'"logprob":(?:-\d{1,3}(?:\.\d+)?(?:e-\d+)?|0\.0)[,}]')
 _FEW = re.compile(rb"\[(?:-\d{1,3}(?:\.\d++)?+(?:e-\d++)?+(?:,(?!\])|(?=\])))*+\]")
 _MOST_OF_FEW = 256  # bytes up to which matching a list costs less than decoding it
 
@@ -44,12 +43,12 @@ def clean(body: bytes, api: Api, *, null_candidates: bool = False) -> int | None
     """
     if api not in (Api.COMPLETIONS, Api.CHAT, Api.BATCH):
         return None
-    scan = _completions if api is Api.COMPLETIONS else _chat
     has_non_number = candidates.has_literal if null_candidates else candidates.has_non_number
     total = choices = last = 0
     kept = []
     while (found := body.find(layout.LOGPROBS, last)) >= 0:
-        scanned = scan(body, found + len(layout.LOGPROBS), has_non_number)
+        start = found + len(layout.LOGPROBS)
+        scanned = _completions(body, start, has_non_number) if api is Api.COMPLETIONS else _chat(body, start)
         if scanned is None:
             return None
         total += scanned.count
@@ -90,7 +89,7 @@ def _completions(body: bytes, start: int, has_non_number: Callable[[bytes], bool
     return _Scanned(count, lists.cuts) if fits else None
 
 
-def _chat(body: bytes, start: int, has_non_number: Callable[[bytes], bool]) -> _Scanned | None:
+def _chat(body: bytes, start: int) -> _Scanned | None:
     if not body.startswith(_CHAT, start):
         return None
     start += len(_CHAT)
@@ -101,13 +100,9 @@ def _chat(body: bytes, start: int, has_non_number: Callable[[bytes], bool]) -> _
         if not body.endswith(b"]}}]}"):
             return None
         end = len(body) - 5  # a chunk of the Rust server without token ids
-    entries = body[start:end]
-    numbers = len(_CHAT_NUMBER.findall(entries))
-    if numbers != entries.count(b'"logprob":') or numbers != entries.count(b'"token":'):
+    count = events.chat_tokens(body[start:end])
+    if count is None:
         return None
-    if has_non_number(entries) or b'"token_id:' in entries:
-        return None
-    count = entries.count(b'"top_logprobs":')
     ids = layout.ids(body, end)
     if ids is None:
         return _Scanned(count, [(start, end)])
