@@ -18,7 +18,7 @@ from proxy.api import Api
 from proxy.unscorable import FLOOR, TOLERANCE
 
 _CHAT = b'{"content":['
-_AFTER_CHAT = (b'"finish_reason":', b'"token_ids":')
+_AFTER_CHAT = (b']},"finish_reason":', b']},"token_ids":')
 
 _FEW = re.compile(rb"\[(?:-\d{1,3}(?:\.\d++)?+(?:e-\d++)?+(?:,(?!\])|(?=\])))*+\]")
 _MOST_OF_FEW = 256  # bytes up to which matching a list costs less than decoding it
@@ -93,13 +93,10 @@ def _chat(body: bytes, start: int) -> _Scanned | None:
     if not body.startswith(_CHAT, start):
         return None
     start += len(_CHAT)
-    end = body.find(b"]},", start)
-    while end >= 0 and not body.startswith(_AFTER_CHAT, end + 3):
-        end = body.find(b"]},", end + 1)
-    if end < 0:
-        if not body.endswith(b"]}}]}"):
-            return None
-        end = len(body) - 5  # a chunk of the Rust server without token ids
+    ends = [end for marker in _AFTER_CHAT if (end := body.find(marker, start)) >= 0]
+    if not ends and not body.endswith(b"]}}]}"):
+        return None
+    end = min(ends, default=len(body) - 5)  # a chunk of the Rust server without token ids
     count = events.chat_tokens(body[start:end])
     if count is None:
         return None
