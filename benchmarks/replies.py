@@ -25,6 +25,8 @@ REQUEST = json.dumps(
     separators=(",", ":"),
 ).encode()
 STREAM_REQUEST = REQUEST[:-1] + b',"stream":true}'
+# About as often as in English text: what is looked for in names (NaN, null) must be met there as often as in life.
+_LETTERS = 4 * "eeeeeeetttttaaaaaooooiiiinnnnsssshhhhrrrrddllluuccmmwwffggyyppbbvkjxqz" + "NIASTCW0123"
 CHAT_REQUEST = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"logprobs":true,"top_logprobs":0}'
 
 
@@ -129,7 +131,7 @@ def _envelope(kind: str, choice: str, tokens: int) -> bytes:
 def _piece(rng: random.Random) -> str:
     if rng.random() < 0.01:
         return rng.choice(("\\n", '\\"', "\\\\", "é", "[", "]", "{", "}", ","))
-    return rng.choice(("", " ", " ")) + "".join(rng.choices("abcdefghijklmnop", k=rng.choice((1, 2, 2, 3, 4))))
+    return rng.choice(("", " ", " ")) + "".join(rng.choices(_LETTERS, k=rng.choice((1, 2, 2, 3, 4))))
 
 
 def _logprob(rng: random.Random) -> float:

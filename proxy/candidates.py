@@ -10,18 +10,27 @@ import re
 _TELLING = bytes.maketrans(b"NI", b"nn")
 _LITERAL = re.compile(rb'"\s*:\s*(?:NaN|-?\s*Infinity)')
 _NON_NUMBER = re.compile(rb'"\s*:\s*(?:null|NaN|-?\s*Infinity)')
+_OFTEN = 256
 _UNTELLING = bytes(byte for byte in range(256) if byte not in b'":\\nNI')
 
 
 def has_literal(values: bytes) -> bool:
-    """NaN or Infinity may be a candidate. Capital N and I are rare, and finding one byte is finding it among many."""
-    for first, word in ((b"N", b"NaN"), (b"I", b"Infinity")):
-        at = values.find(first)
-        while at >= 0:
-            if values.startswith(word, at):  # as a value, or in a name
-                return _LITERAL.search(values) is not None
-            at = values.find(first, at + 1)
+    """NaN or Infinity may be a candidate."""
+    if _holds(values, b"N", b"NaN") or _holds(values, b"I", b"Infinity"):  # as a value, or in a name
+        return _LITERAL.search(values) is not None
     return False
+
+
+def _holds(values: bytes, first: bytes, word: bytes) -> bool:
+    """``word in values``, which is faster where its first byte is rare: one byte is found among many at once."""
+    at = values.find(first)
+    for _ in range(_OFTEN):
+        if at < 0:
+            return False
+        if values.startswith(word, at):
+            return True
+        at = values.find(first, at + 1)
+    return values.find(word, at) >= 0
 
 
 def has_non_number(values: bytes) -> bool:
