@@ -20,7 +20,7 @@ clean_up() {
     if [ "$status" != 0 ]; then cat "$work"/*.log >&2 2>/dev/null || true; fi
     for group in "${groups[@]}"; do kill -- "-$group" 2>/dev/null || true; done
     wait
-    if [ -n "$container" ]; then buildah rm "$container" >/dev/null; fi
+    if [ -n "$container" ]; then buildah rm "$container" >/dev/null && buildah rmi "$image" >/dev/null; fi
     rm -rf "$work"
 }
 trap clean_up EXIT
