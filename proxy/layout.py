@@ -16,6 +16,7 @@ _IDS = b',"token_ids":'
 _PYTHON = (b'{"text_offset":[', b'],"token_logprobs":[', b'],"tokens":[', b'],"top_logprobs":[', b']},"finish_reason":')
 _RUST = (b'{"tokens":[', b'],"token_logprobs":[', b'],"top_logprobs":[', b'],"text_offset":[', b"]}")
 _OF_NUMBERS = (_PYTHON[0], _PYTHON[1], _RUST[3])
+_AFTER_LIST = b", \t\r\n"
 _VALUES = b'"token_logprobs"'
 
 
@@ -56,11 +57,23 @@ def completions(body: bytes, start: int) -> Lists | None:
         spans.append((at, end))
         at = end + len(following)
     offsets, values, names, top = spans if layout is _PYTHON else (spans[3], spans[1], spans[0], spans[2])
-    # A second list of the same name, of which the last would count, could lie only where strings are.
-    if body.find(_VALUES, *names) >= 0 or body.find(_VALUES, *top) >= 0:
+    if _may_hide_values(body, names) or _may_hide_values(body, top):
         return None
     end = spans[-1][1]
     return Lists(offsets, values, names, top, ids(body, end), end)
+
+
+def _may_hide_values(body: bytes, region: Span) -> bool:
+    """A second list of that name, of which the last would count, may lie in a region that should hold strings alone.
+
+    It could follow only a bracket that closes the first, and hardly any bracket in a name looks like that one.
+    """
+    at = body.find(b"]", *region)
+    while at >= 0:
+        if body[at + 1] in _AFTER_LIST:
+            return body.find(_VALUES, *region) >= 0
+        at = body.find(b"]", at + 1, region[1])
+    return False
 
 
 def ids(body: bytes, after: int) -> Span | None:

@@ -85,3 +85,18 @@ def test_the_list_is_proved_only_if_every_value_is_usable(numbers: list[float]) 
     raw = f"[{','.join(map(repr, numbers))}]".encode()
     expected = len(numbers) if all(FLOOR < number <= TOLERANCE for number in numbers) else None
     assert scan._numbers(raw) == expected
+
+
+@pytest.mark.parametrize("between", ["", " ", "\n"])
+@pytest.mark.parametrize("where", ['"a"', '{"a":-0.25}'])
+def test_a_second_list_of_the_same_name_is_not_overlooked(where: str, between: str) -> None:
+    body = reply(["-0.25"] * LONG).decode()
+    hidden = f'{where}]{between},"token_logprobs":[-9999.0],"x":[{where},'
+    for at in (body.index(where), body.rindex(where)):
+        changed = (body[:at] + hidden + body[at:]).encode()
+        assert scan.clean(changed, Api.COMPLETIONS, null_candidates=True) is None
+
+
+@pytest.mark.parametrize("name", ["]", "],", "] ", "]]}},", '],\\"'])
+def test_brackets_in_names_cost_nothing(name: str) -> None:
+    assert scan.clean(reply(["-0.25"] * LONG, names=[name] * LONG), Api.COMPLETIONS) == LONG
