@@ -16,6 +16,7 @@ import uvicorn
 
 from proxy.app import App, create_app
 from proxy.http import Protocol
+from proxy.memory import keep_memory
 from proxy.settings import Settings
 
 # Longer than clients keep idle connections, so that they, not we, close them: no request meets a closing socket.
@@ -65,6 +66,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
 
     def run_once(self) -> int:
+        keep_memory()
         self.run(sockets=[self._listener])
         return 0 if self.started else 1
 
