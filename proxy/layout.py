@@ -16,6 +16,8 @@ _IDS = b',"token_ids":'
 _PYTHON = (b'{"text_offset":[', b'],"token_logprobs":[', b'],"tokens":[', b'],"top_logprobs":[', b']},"finish_reason":')
 _RUST = (b'{"tokens":[', b'],"token_logprobs":[', b'],"top_logprobs":[', b'],"text_offset":[', b"]}")
 _OF_NUMBERS = (_PYTHON[0], _PYTHON[1], _RUST[3])
+_PROMPT_IDS = b',"prompt_token_ids":['
+_SHORTLY = 100
 _AFTER_LIST = b", \t\r\n"
 _VALUES = b'"token_logprobs"'
 
@@ -84,6 +86,16 @@ def ids(body: bytes, after: int) -> Span | None:
     if b"{" in between or b"}" in between or not body.startswith(b"[", start):
         return None
     return start + 1, body.find(b"]", start)
+
+
+def prompt_ids(body: bytes, after: int) -> Span | None:
+    """Inside of the prompt's list of ids shortly after ``after``, if it holds nothing else: no need to decode it."""
+    start = body.find(_PROMPT_IDS, after, after + _SHORTLY) + len(_PROMPT_IDS)
+    if start < len(_PROMPT_IDS):
+        return None
+    end = body.find(b"]", start)
+    inside = body[start:end]
+    return (start, end) if inside and counts(inside, inside.count(b",") + 1) else None
 
 
 def counts(ids: bytes, count: int) -> bool:

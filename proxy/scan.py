@@ -56,6 +56,9 @@ def clean(body: bytes, api: Api, *, null_candidates: bool = False) -> int | None
         for start, end in scanned.cuts:
             kept.append(body[last:start])
             last = end
+        if (prompt := layout.prompt_ids(body, last)) is not None:
+            kept.append(body[last : prompt[0]])
+            last = prompt[1]
     kept.append(body[last:])
     return total if choices and _holds(b"".join(kept), choices) else None
 

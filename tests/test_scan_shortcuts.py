@@ -97,6 +97,16 @@ def test_a_second_list_of_the_same_name_is_not_overlooked(where: str, between: s
         assert scan.clean(changed, Api.COMPLETIONS, null_candidates=True) is None
 
 
+@pytest.mark.parametrize(
+    ("inside", "clean"),
+    [("1,22,333", True), ("", True), ("null", True), ("1,,2", False), ("1,", False), ('1],"token_ids":[1', False)]
+    + [('1],"logprobs":{"token_logprobs":[null]},"x":[1', False)],
+)
+def test_the_prompts_ids_are_skipped_only_where_they_are_ids(inside: str, clean: bool) -> None:
+    body = reply(["-0.25"] * LONG).replace(b"]}]}", b'],"prompt_token_ids":[' + inside.encode() + b"]}]}")
+    assert (scan.clean(body, Api.COMPLETIONS) is not None) is clean
+
+
 @pytest.mark.parametrize("name", ["]", "],", "] ", "]]}},", '],\\"'])
 def test_brackets_in_names_cost_nothing(name: str) -> None:
     assert scan.clean(reply(["-0.25"] * LONG, names=[name] * LONG), Api.COMPLETIONS) == LONG
