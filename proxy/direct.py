@@ -90,8 +90,7 @@ def _index(choice: dict[str, Any], position: int, lists: Lists) -> int:
 def _judge(body: bytes, lists: Lists, rules: Rules) -> tuple[int, dict[Reason, list[int]], bytes] | None:
     """(number of positions, those to mark, the list with them marked)."""
     inside = body[slice(*lists.values)]
-    top = body[slice(*lists.top)]
-    if any(byte in inside for byte in _FOREIGN) or _may_break(top, rules):
+    if any(byte in inside for byte in _FOREIGN) or _may_break(body, lists, rules):
         return None
     try:
         numbers = orjson.loads(b"[" + inside + b"]")
@@ -100,7 +99,7 @@ def _judge(body: bytes, lists: Lists, rules: Rules) -> tuple[int, dict[Reason, l
         tokens = inside.split(b",")
         highest = rules.highest
         bad = [at for at, number in enumerate(numbers) if number is None or not FLOOR < number <= highest]
-        known = _with_candidates(top, len(numbers)) if b"n" in inside else []
+        known = _with_candidates(body[slice(*lists.top)], len(numbers)) if b"n" in inside else []
     except (orjson.JSONDecodeError, TypeError):
         return None
     marked: dict[Reason, list[int]] = {}
@@ -117,11 +116,11 @@ def _judge(body: bytes, lists: Lists, rules: Rules) -> tuple[int, dict[Reason, l
     return len(numbers), marked, b",".join(tokens)
 
 
-def _may_break(top: bytes, rules: Rules) -> bool:
+def _may_break(body: bytes, lists: Lists, rules: Rules) -> bool:
     """A candidate may have to be written otherwise than it came."""
     if rules.encoding.candidate == b"null":
-        return candidates.has_literal(top)
-    return candidates.has_non_number(top)
+        return candidates.has_literal(body, lists.top)
+    return candidates.has_non_number(body, lists.top)
 
 
 def _aligned(body: bytes, lists: Lists, count: int) -> bool:

@@ -75,20 +75,19 @@ def _holds(skeleton: bytes, choices: int) -> bool:
         return False
 
 
-def _completions(body: bytes, start: int, has_non_number: Callable[[bytes], bool]) -> _Scanned | None:
+def _completions(body: bytes, start: int, has_non_number: Callable[[bytes, layout.Span], bool]) -> _Scanned | None:
     lists = layout.completions(body, start)
     if lists is None:
         return None
     first, last = lists.values
     count = _numbers(body[first - 1 : last + 1])
-    if count is None or has_non_number(body[slice(*lists.top)]) or body.find(b'"', *lists.offsets) >= 0:
+    if count is None or has_non_number(body, lists.top) or body.find(b'"', *lists.offsets) >= 0:
         return None
-    names = body[slice(*lists.names)]
     if lists.ids is None:
-        fits = _length(names) == count
+        fits = _length(body[slice(*lists.names)]) == count
     else:
         ids = body[slice(*lists.ids)]
-        fits = layout.counts(ids, count) and _may_be_named(names, ids)
+        fits = layout.counts(ids, count) and _may_be_named(body, lists.names, ids)
     return _Scanned(count, lists.cuts) if fits else None
 
 
@@ -109,11 +108,11 @@ def _chat(body: bytes, start: int) -> _Scanned | None:
     return _Scanned(count, [(start, end), ids]) if layout.counts(body[slice(*ids)], count) else None
 
 
-def _may_be_named(names: bytes, ids: bytes) -> bool:
+def _may_be_named(body: bytes, names: layout.Span, ids: bytes) -> bool:
     """Entries are named otherwise than by ids, which the first tells, or by these very ids."""
-    if names.startswith(b'"') and not names.startswith(b'"token_id:'):
+    if body.startswith(b'"', names[0]) and not body.startswith(b'"token_id:', names[0]):
         return True
-    return names.replace(b'"token_id:', b"").replace(b'"', b"") == ids
+    return body[slice(*names)].replace(b'"token_id:', b"").replace(b'"', b"") == ids
 
 
 def _numbers(values: bytes) -> int | None:
