@@ -19,6 +19,7 @@ class Engine(Enum):
     CLEAN = "clean"
     POISONED = "poisoned"
     RUST = "poisoned, Rust front end"
+    SYNCED = "poisoned, weights pushed at every step"
     MISSING = "simulator, missing steps"
 
 
@@ -75,6 +76,7 @@ ARMS = {
         Arm("10a", Engine.MISSING),
         Arm("10b", Engine.MISSING, _DEFAULT, "on_policy", CEILING),
         Arm("11", Engine.POISONED, {"trip_min_responses": 8}, mark=CEILING, cut_off_s=20.0, steps=1000),
+        Arm("12", Engine.SYNCED, _DEFAULT, "on_policy", CEILING),
         Arm("s1", Engine.POISONED, trainer=_SYNC),
         Arm("s2", Engine.POISONED, _LITERAL, trainer=_SYNC),
         Arm("s3", Engine.POISONED, _LITERAL, "on_policy", trainer=_SYNC),

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from proof_records import Answer, Job
 from proof_reference import Sample, distance, truth
+from proof_transfer import served_error
 from torch import Tensor
 
 LOGGED = ("loss", "kl", "ratio", "grad_norm", "unscorable_fraction", "skipped_steps", "rollout/vllm_retry_total")
@@ -35,6 +36,11 @@ def judge(job: Job, trainer: Any, taken: list[Taken], answer: Answer) -> None:
         step.true = {"loss": should.loss, "kl": should.kl, "ratio": should.ratio}
         step.gradient_error = distance(was.gradient, should.gradient)
     answer.parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    if job.weights_file:
+        with torch.no_grad():
+            for name, parameter in reference.named_parameters():
+                parameter.copy_(dict(trainer.model.named_parameters())[name])
+        answer.served_error = served_error(job.url, reference)
     if job.fixed_batch and answer.steps:  # before its first step a trainer cannot compute a loss
         answer.fixed_gradient_error = compare_fixed(job, trainer, reference, policy)
 

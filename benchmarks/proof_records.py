@@ -23,6 +23,8 @@ class Job:
     """Samples whose `old` is None at an unscorable token; empty: no comparison."""
     cut_off_s: float
     served_name: str
+    weights_file: str | None = None
+    """Through which the engine receives the weights after every step; None: it never does."""
     max_tokens: int = 12
     inflight: int = 4
 
@@ -48,6 +50,8 @@ class Answer:
     wall_s: float = 0.0
     last_step_at: float | None = None
     fixed_gradient_error: float | None = None
+    served_error: float | None = None
+    """How far the engine's logprobs are, after the last step, from the trained model's; where weights are pushed."""
     parsed: "Parsed | None" = None
     """A synchronous arm's only."""
 

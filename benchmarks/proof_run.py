@@ -4,6 +4,7 @@ The trainer runs in TRL's own environment. Every process started here is ended b
 """
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -43,6 +44,8 @@ class Engines:
     def __init__(self) -> None:
         self._running = contextlib.ExitStack()
         self._urls: dict[Engine, str] = {}
+        folder = self._running.enter_context(tempfile.TemporaryDirectory())
+        self.weights_file = Path(folder) / "weights.safetensors"
 
     def __enter__(self) -> "Engines":
         return self
@@ -57,23 +60,27 @@ class Engines:
     def boot(self, engines: Sequence[Engine]) -> None:
         absent = [engine for engine in dict.fromkeys(engines) if engine not in self._urls]
         with ThreadPoolExecutor() as pool:  # most of a boot is imports on one core
-            started = pool.map(lambda engine: self._running.enter_context(_run_engine(engine)), absent)
+            started = pool.map(lambda engine: self._running.enter_context(self._run(engine)), absent)
             self._urls |= dict(zip(absent, started, strict=True))
 
     def url(self, engine: Engine) -> str:
         self.boot([engine])
         return self._urls[engine]
 
-
-@contextlib.contextmanager
-def _run_engine(engine: Engine) -> Iterator[str]:
-    if engine is Engine.MISSING:
-        with _run_simulator() as url:
-            yield url
-        return
-    model = vllm_env.ensure_model(poisoned=engine is not Engine.CLEAN)
-    with vllm_env.run_vllm(model, front_end="rust" if engine is Engine.RUST else "python") as server:
-        yield server.url
+    @contextlib.contextmanager
+    def _run(self, engine: Engine) -> Iterator[str]:
+        if engine is Engine.MISSING:
+            with _run_simulator() as url:
+                yield url
+            return
+        options: dict[str, Any] = {"front_end": "rust" if engine is Engine.RUST else "python"}
+        if engine is Engine.SYNCED:
+            options["flags"] = ("--weight-transfer-config", '{"backend": "file"}')
+            options["env"] = {"WEIGHTS_FILE": str(self.weights_file)}
+            options["command_file"] = "vllm_file_cli.py"
+        model = vllm_env.ensure_model(poisoned=engine is not Engine.CLEAN)
+        with vllm_env.run_vllm(model, **options) as server:
+            yield server.url
 
 
 @contextlib.contextmanager
@@ -100,26 +107,27 @@ def take_fixed_batch(engines: Engines) -> Batch:
 def run_arm(arm: Arm, engines: Engines, steps: int, fixed_batch: Batch = ()) -> Run:
     """Train for `steps` steps, or until the arm's time is up."""
     upstream, wanted = engines.url(arm.engine), arm.steps or steps
+    job = Job(
+        model=str(trl_env.ensure_model()),
+        url=upstream,
+        steps=wanted,
+        hook=arm.hook,
+        mark=arm.mark,
+        fixed_batch=list(fixed_batch),
+        cut_off_s=arm.cut_off_s,
+        served_name=vllm_env.SERVED_NAME,
+        weights_file=str(engines.weights_file) if arm.engine is Engine.SYNCED else None,
+    )
     if arm.sidecar is None:
-        return Run(arm, wanted, *_train(arm, upstream, wanted, fixed_batch))
+        return Run(arm, wanted, *_train(arm, job))
     with run_sidecar(upstream, **arm.sidecar) as sidecar:
-        record, traffic = _train(arm, sidecar, wanted, fixed_batch)
+        record, traffic = _train(arm, dataclasses.replace(job, url=sidecar))
         return Run(arm, wanted, record, traffic, counters(sidecar), health(sidecar))
 
 
-def _train(arm: Arm, url: str, steps: int, fixed_batch: Batch) -> tuple[Answer, proof_notes.Traffic]:
+def _train(arm: Arm, job: Job) -> tuple[Answer, proof_notes.Traffic]:
     with tempfile.TemporaryDirectory() as scratch:
         question, answer, notes = (Path(scratch) / name for name in ("job.json", "answer.json", "notes.jsonl"))
-        job = Job(
-            model=str(trl_env.ensure_model()),
-            url=url,
-            steps=steps,
-            hook=arm.hook,
-            mark=arm.mark,
-            fixed_batch=list(fixed_batch),
-            cut_off_s=arm.cut_off_s,
-            served_name=vllm_env.SERVED_NAME,
-        )
         proof_records.write(job, question)
         _call(
             [str(trl_env.ensure_env()), str(HERE / arm.trainer), str(question), str(answer)],

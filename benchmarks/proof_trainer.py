@@ -1,8 +1,8 @@
 """One arm of the proof: python proof_trainer.py JOB ANSWER, both JSON. Runs in TRL's environment, as its own process.
 
 TRL's AsyncGRPOTrainer with its real worker process, collator, loss and optimizer, on a CPU. Replaced: the GPU-only
-attention kernel, and the weight transfer, which sends nothing (the engine keeps serving the initial model). Every step
-is recorded as it happens and compared afterwards with what proof_reference says that it should have been.
+attention kernel, and NCCL (proof_transfer). Every step is recorded as it happens and compared afterwards with what
+proof_reference says that it should have been.
 """
 
 import os
@@ -20,6 +20,7 @@ import torch
 from proof_judge import Taken, judge
 from proof_records import Answer, Job, Step
 from proof_reference import Sample
+from proof_transfer import FileTransfer, NoTransfer
 from torch import Tensor
 
 # No prompt and no template holds a token that the poisoned model is poisoned by (tests/vllm_env.py, POISONED_IDS): the
@@ -36,20 +37,6 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
 )
-
-
-class NoTransfer:
-    def init_weight_transfer(self) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def send_weights(self, iterator: Any) -> None:
-        for _ in iterator:
-            pass
-
-    def resume(self) -> None: ...
-
-    def destroy(self) -> None: ...
 
 
 def make_trainer(job: Job, folder: str) -> Any:
@@ -100,6 +87,7 @@ def make_trainer(job: Job, folder: str) -> Any:
         temperature=1.0,
         request_timeout=config.request_timeout,
     )
+    transfer = FileTransfer(job.url, Path(job.weights_file)) if job.weights_file else NoTransfer()
     trainer = AsyncGRPOTrainer(
         model=job.model,
         reward_funcs=reward_variety,
@@ -107,7 +95,7 @@ def make_trainer(job: Job, folder: str) -> Any:
         train_dataset=dataset,
         processing_class=tokenizer,
         rollout_worker=worker,
-        weight_transfer=NoTransfer(),
+        weight_transfer=transfer,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -1,9 +1,10 @@
 """Weight updates through the sidecar, to real vLLM servers with rollouts in flight: each call once, no rollout lost.
 
-This CPU build cannot receive weights: there the sidecar's answer must be vLLM's own.
+This CPU build cannot receive weights by NCCL: there the sidecar's answer must be vLLM's own. From a file it can.
 """
 
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,13 +15,16 @@ from typing import Any
 import pytest
 import requests
 import trl_env
+import vllm_env
 import weight_sync
 from conftest import Served
+from servers import run_sidecar
 
 pytestmark = pytest.mark.real_vllm
 
 PROMPT = [10, 20, 30, 40, 50]
 TOKENS = 400
+UNIFORM = -6.2383246421813965  # -ln(512) in float32: what each of the model's 512 tokens gets if all are as likely
 ROLLOUTS = 4
 ENGINE_COUNTERS = ("vllm:request_success_total", "vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 
@@ -150,3 +154,39 @@ def test_trls_own_client_meets_the_same_through_the_sidecar(clean: Served, tmp_p
     assert ended["get_world_size"] == "1"
     assert ended["pause"] == ended["resume"] == "None"
     assert "Weight transfer not configured" in ended["init_weight_transfer_engine"]
+
+
+FLAT_HEAD = """
+import sys
+from safetensors.torch import load_file, save_file
+weights = load_file(f"{sys.argv[1]}/model.safetensors")
+weights["lm_head.weight"].zero_()
+save_file(weights, sys.argv[2])
+"""
+
+
+@pytest.fixture
+def synced(tmp_path: Path) -> Iterator[Served]:
+    """A vLLM that receives weights from a file; those in it make every token as likely as any other."""
+    model, weights = vllm_env.ensure_model(poisoned=False), tmp_path / "flat.safetensors"
+    subprocess.run([vllm_env.ensure_env(), "-c", FLAT_HEAD, model, weights], check=True)
+    flags = ("--weight-transfer-config", '{"backend": "file"}')
+    environment = {"WEIGHTS_FILE": str(weights)}
+    with vllm_env.run_vllm(model, flags=flags, env=environment, command_file="vllm_file_cli.py") as server:
+        with run_sidecar(server.url) as sidecar:
+            yield Served("python", server.url, sidecar)
+
+
+def test_frozen_rollouts_go_on_with_the_weights_that_were_pushed(synced: Served) -> None:
+    asked = weight_sync.requests_by_path(weight_sync.read(synced.vllm))
+    calls = [weight_sync.PAUSE, *weight_sync.TRANSFER, weight_sync.RESUME]
+    with in_flight(synced) as rollouts:
+        assert [call.send(synced.sidecar).status_code for call in calls] == [200] * len(calls)
+    gained = weight_sync.requests_by_path(weight_sync.read(synced.vllm)) - asked
+    assert gained == {call.path: 1 for call in calls} | {"/v1/completions": ROLLOUTS}
+    for future in rollouts:
+        logprobs = future.result().json()["choices"][0]["logprobs"]["token_logprobs"]
+        pushed = [value == UNIFORM for value in logprobs]
+        frozen_at = TOKENS - sum(pushed)
+        assert 0 < frozen_at < TOKENS
+        assert pushed == [False] * frozen_at + [True] * (TOKENS - frozen_at)

@@ -86,10 +86,11 @@ def run_vllm(
     front_end: Literal["python", "rust"] = "python",
     flags: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    command_file: str = "vllm_cli.py",
 ) -> Iterator[VllmServer]:
     """A vLLM server on a free loopback port, ready to answer; it and all its processes are gone at the end."""
     port = free_port()
-    command = [ensure_env(), _HERE / "vllm_cli.py", "serve", model, *_serve_flags(port), *flags]
+    command = [ensure_env(), _HERE / command_file, "serve", model, *_serve_flags(port), *flags]
     log = Path(tempfile.mkstemp(prefix=f"vllm-{front_end}-", suffix=".log")[1])
     started = time.monotonic()
     with log.open("wb") as output:
