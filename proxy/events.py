@@ -29,7 +29,7 @@ _TAIL = (
     rb'(?:,"system_fingerprint":' + _OR_NULL % _STRING + rb")?+\}"
 )
 _PYTHON = (
-    rb'"text_offset":\[\d++\],"token_logprobs":\[' + _LOGPROB + rb'\],"tokens":\[' + _NAME + rb'\],'
+    rb'"text_offset":\[\d++\],"token_logprobs":\[' + _LOGPROB + rb'\],"tokens":\[' + _NAME + rb"\],"
     rb'"top_logprobs":\[' + _TOP + rb"\]"
 )
 _RUST = (
