@@ -8,6 +8,8 @@ import contextlib
 import json
 import os
 import platform
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,7 @@ def main(only: str, rounds: int, seconds: int, soak: int, slow: float, niceness:
         os.nice(niceness)
         with contextlib.suppress(OSError):  # Linux weighs sessions before it weighs processes: run under setsid
             Path("/proc/self/autogroup").write_text(str(niceness))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended then, too
     os.sched_setaffinity(0, {LOAD_CORE})
     options = sections.Options(rounds, seconds, slow)
     console = Console(width=150)

@@ -3,25 +3,14 @@
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from typing import Any
 
 import flight
 import replies
 import streams
-from load import Sample, percentile, probe, spread, start_wrk, wrk
+from load import percentile, probe, spread, start_wrk, wrk
 from rich.console import Console
-from rich.table import Table
+from rounds import Numbers, Options, added, compare, empty, new_table, note, ratios, stop
 from stack import REPO, Process, Stack, free_port
-
-Numbers = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    rounds: int
-    seconds: int
-    slow: float
 
 
 def clean(run: Stack, options: Options, console: Console) -> Numbers:
@@ -33,20 +22,20 @@ def clean(run: Stack, options: Options, console: Console) -> Numbers:
     ]  # fmt: skip
     out: Numbers = {}
     for size in replies.SIZES:
-        out[str(size)] = _compare(run, proxies, f"clean-{size}", options)
-    _stop(run, proxies)
-    table = _table(
+        out[str(size)] = compare(run, proxies, f"clean-{size}", options)
+    stop(run, proxies)
+    table = new_table(
         "Clean replies, 32 connections: requests/s and, below it, the share of nginx's", *map(str, replies.SIZES)
     )
     for process in proxies:
         name = process.name
         table.add_row(name, *(spread(out[size][name]["rate"], 0) for size in out))
-        table.add_row("", *(spread(_ratios(out[size], name, "nginx"), 3) for size in out), style="dim")
+        table.add_row("", *(spread(ratios(out[size], name, "nginx"), 3) for size in out), style="dim")
     console.print(table)
-    table = _table("The sidecar's requests/s as a multiple of", *map(str, replies.SIZES))
+    table = new_table("The sidecar's requests/s as a multiple of", *map(str, replies.SIZES))
     for process in proxies:
         if process.name != "sidecar":
-            table.add_row(process.name, *(spread(_ratios(out[size], "sidecar", process.name)) for size in out))
+            table.add_row(process.name, *(spread(ratios(out[size], "sidecar", process.name)) for size in out))
     console.print(table)
     return out
 
@@ -58,15 +47,15 @@ def latency(run: Stack, options: Options, console: Console) -> Numbers:
     out: Numbers = {}
     for size, connections in ((128, 1), (1024, 1), (8192, 1), (1024, 8), (1024, 128), (1024, 512)):
         key = f"{size}/{connections}"
-        out[key] = _compare(run, proxies, f"clean-{size}", options, connections=connections)
-    _stop(run, proxies[1:])
-    table = _table("Latency, ms: median and p99 at tokens/connections", *out)
+        out[key] = compare(run, proxies, f"clean-{size}", options, connections=connections)
+    stop(run, proxies[1:])
+    table = new_table("Latency, ms: median and p99 at tokens/connections", *out)
     for process in proxies:
         name = process.name
         table.add_row(
             name, *(f"{spread(out[key][name]['p50'])} {percentile(out[key][name]['p99'], 0.5):.1f}" for key in out)
         )
-    table.add_row("sidecar adds", *(spread(_added(out[key], "sidecar", "upstream")) for key in out))
+    table.add_row("sidecar adds", *(spread(added(out[key], "sidecar", "upstream")) for key in out))
     console.print(table)
     return out
 
@@ -79,18 +68,18 @@ def bad(run: Stack, options: Options, console: Console) -> Numbers:
         "clean-rust-1024",
         *(f"{bad}-{share}-1024" for bad in replies.Bad for share in ("1in1000", "all")),
     ]
-    out: Numbers = {name: _empty() for name in names}
-    chat: Numbers = _empty()
+    out: Numbers = {name: empty() for name in names}
+    chat: Numbers = empty()
     for _ in range(options.rounds):
         for name in names:
             run.serve_reply(name)
-            _note(out[name], wrk(sidecar, run.root, seconds=options.seconds))
+            note(out[name], wrk(sidecar, run.root, seconds=options.seconds))
         run.serve_reply("clean-chat-1024")
         load = wrk(sidecar, run.root, seconds=options.seconds, path="/v1/chat/completions", body=replies.CHAT_REQUEST)
-        _note(chat, load)
+        note(chat, load)
     out["clean-chat-1024"] = chat
-    _stop(run, [sidecar])
-    table = _table("The sidecar on 1,024 tokens", "requests/s", "of its clean rate", "CPU µs a request")
+    stop(run, [sidecar])
+    table = new_table("The sidecar on 1,024 tokens", "requests/s", "of its clean rate", "CPU µs a request")
     for name, numbers in out.items():
         share = [a / b for a, b in zip(numbers["rate"], out["clean-1024"]["rate"], strict=True)]
         table.add_row(name, spread(numbers["rate"], 0), spread(share), spread([cpu * 1e6 for cpu in numbers["cpu"]], 0))
@@ -114,16 +103,16 @@ def streamed(run: Stack, options: Options, console: Console) -> Numbers:
                 for field in ("rate", "p50", "p99", "first", "cpu", "lost"):
                     measured[process.name].setdefault(field, []).append(getattr(result, field))
         out[str(count)] = measured
-    _stop(run, proxies[1:])
-    table = _table(
+    stop(run, proxies[1:])
+    table = new_table(
         "Streams", "events/s", "of nginx's", "added ms p50", "p99", "first added ms", "CPU µs an event", "lost"
     )
     for count, measured in out.items():
         for name, numbers in measured.items():
             table.add_row(
-                f"{name}, {count} streams", spread(numbers["rate"], 0), spread(_ratios(measured, name, "nginx")),
-                spread(_added(measured, name, "upstream"), 3), spread(_added(measured, name, "upstream", "p99"), 2),
-                spread(_added(measured, name, "upstream", "first"), 2),
+                f"{name}, {count} streams", spread(numbers["rate"], 0), spread(ratios(measured, name, "nginx")),
+                spread(added(measured, name, "upstream"), 3), spread(added(measured, name, "upstream", "p99"), 2),
+                spread(added(measured, name, "upstream", "first"), 2),
                 spread([cpu * 1e6 for cpu in numbers["cpu"]], 1), str(sum(numbers["lost"])),
             )  # fmt: skip
     console.print(table)
@@ -157,8 +146,8 @@ def mixed(run: Stack, options: Options, console: Console) -> Numbers:
                     ("max", max(times)),
                 ):
                     numbers[field].append(value)
-    _stop(run, proxies)
-    table = _table("128-token replies, ms: median, p99", *kinds)
+    stop(run, proxies)
+    table = new_table("128-token replies, ms: median, p99", *kinds)
     for name, numbers in out.items():
         table.add_row(name, *(f"{spread(numbers[kind]['p50'])}, {spread(numbers[kind]['p99'])}" for kind in kinds))
     console.print(table)
@@ -177,7 +166,7 @@ def loop(run: Stack, options: Options, console: Console) -> Numbers:
             command = ["taskset", "-c", "0", sys.executable, "-m", "benchmarks.busy", str(run.root / "replies" / name)]
             printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPO).stdout
             out[name].append(float(printed))
-    table = _table("One 32k-token reply, ms of CPU from body to body", "median of 9")
+    table = new_table("One 32k-token reply, ms of CPU from body to body", "median of 9")
     for name, values in out.items():
         table.add_row(name, spread(values, 1))
     console.print(table)
@@ -188,11 +177,11 @@ def inflight(run: Stack, options: Options, console: Console) -> Numbers:
     """1,024 requests that are answered late: errors, and memory each."""
     port = free_port()
     out: Numbers = {}
-    table = _table(f"1,024 requests in flight, answered after {options.slow:g} s", "errors", "KiB each", "seconds")
+    table = new_table(f"1,024 requests in flight, answered after {options.slow:g} s", "errors", "KiB each", "seconds")
     for make in (run.sidecar, run.reverse_nginx):
         process = make(f"http://127.0.0.1:{port}")
         result = flight.measure(process, port, 1024, options.slow)
-        _stop(run, [process])
+        stop(run, [process])
         out[process.name] = {"errors": result.errors, "bytes": result.per_request, "seconds": result.seconds}
         table.add_row(process.name, str(result.errors), f"{result.per_request / 1024:.1f}", f"{result.seconds:.1f}")
     console.print(table)
@@ -208,13 +197,13 @@ def clients(run: Stack, options: Options, console: Console) -> Numbers:
         run.naive("asgi-httpx", url),
         run.naive("fastapi-httpx", url),
     ]
-    out: Numbers = {str(size): _compare(run, proxies, f"clean-{size}", options) for size in replies.SIZES}
-    _stop(run, proxies)
-    table = _table("HTTP clients: requests/s and, below it, the share of the sidecar's", *out)
+    out: Numbers = {str(size): compare(run, proxies, f"clean-{size}", options) for size in replies.SIZES}
+    stop(run, proxies)
+    table = new_table("HTTP clients: requests/s and, below it, the share of the sidecar's", *out)
     for process in proxies:
         name = process.name
         table.add_row(name, *(spread(out[size][name]["rate"], 0) for size in out))
-        table.add_row("", *(spread(_ratios(out[size], name, "sidecar"), 3) for size in out), style="dim")
+        table.add_row("", *(spread(ratios(out[size], name, "sidecar"), 3) for size in out), style="dim")
     console.print(table)
     return out
 
@@ -225,12 +214,12 @@ def workers(run: Stack, options: Options, console: Console) -> Numbers:
     proxies = [
         run.sidecar(url, f"--workers={n}", name=name, core="0,1") for n, name in ((1, "1 worker"), (2, "2 workers"))
     ]
-    out: Numbers = {str(size): _compare(run, proxies, f"clean-{size}", options) for size in replies.SIZES}
-    _stop(run, proxies)
-    table = _table("Workers: requests/s", *out)
+    out: Numbers = {str(size): compare(run, proxies, f"clean-{size}", options) for size in replies.SIZES}
+    stop(run, proxies)
+    table = new_table("Workers: requests/s", *out)
     for process in proxies:
         table.add_row(process.name, *(spread(out[size][process.name]["rate"], 0) for size in out))
-    table.add_row("2 over 1", *(spread(_ratios(out[size], "2 workers", "1 worker")) for size in out))
+    table.add_row("2 over 1", *(spread(ratios(out[size], "2 workers", "1 worker")) for size in out))
     console.print(table)
     return out
 
@@ -244,9 +233,9 @@ def soak(run: Stack, seconds: int, console: Console) -> Numbers:
         for reply in kinds:
             errors += wrk(sidecar, run.root, seconds=2, reply=reply).errors
         samples.append(sidecar.resident())
-    _stop(run, [sidecar])
+    stop(run, [sidecar])
     early, late = samples[len(samples) // 10], samples[-1]
-    table = _table(f"Soak of {seconds} s", "MiB after a tenth", "at the end", "growth", "most", "errors")
+    table = new_table(f"Soak of {seconds} s", "MiB after a tenth", "at the end", "growth", "most", "errors")
     row = [
         f"{early / 2**20:.1f}",
         f"{late / 2**20:.1f}",
@@ -257,45 +246,3 @@ def soak(run: Stack, seconds: int, console: Console) -> Numbers:
     table.add_row("sidecar", *row)
     console.print(table)
     return {"resident": samples, "errors": errors}
-
-
-def _compare(run: Stack, proxies: list[Process], reply: str, options: Options, connections: int = 32) -> Numbers:
-    """Interleaved rounds of one reply through every proxy."""
-    run.serve_reply(reply)
-    out: Numbers = {process.name: _empty() for process in proxies}
-    for process in proxies:  # warm connections, and a check that it is the reply that comes
-        wrk(process, run.root, seconds=1, connections=connections)
-    for _ in range(options.rounds):
-        for process in proxies:
-            _note(out[process.name], wrk(process, run.root, seconds=options.seconds, connections=connections))
-    return out
-
-
-def _empty() -> Numbers:
-    return {"rate": [], "p50": [], "p99": [], "cpu": [], "errors": []}
-
-
-def _note(numbers: Numbers, sample: Sample) -> None:
-    for field in numbers:
-        numbers[field].append(getattr(sample, field))
-
-
-def _ratios(measured: Numbers, name: str, of: str) -> list[float]:
-    return [a / (b or 1e-9) for a, b in zip(measured[name]["rate"], measured[of]["rate"], strict=True)]
-
-
-def _added(measured: Numbers, name: str, to: str, field: str = "p50") -> list[float]:
-    return [a - b for a, b in zip(measured[name][field], measured[to][field], strict=True)]
-
-
-def _stop(run: Stack, processes: list[Process]) -> None:
-    for process in processes:
-        run.stop(process)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", show_edge=False)
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
