@@ -23,9 +23,9 @@ class Job:
     """Samples whose `old` is None at an unscorable token; empty: no comparison."""
     cut_off_s: float
     served_name: str
+    max_tokens: int
     weights_file: str | None = None
     """Through which the engine receives the weights after every step; None: it never does."""
-    max_tokens: int = 12
     inflight: int = 4
 
 

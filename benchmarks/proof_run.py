@@ -36,6 +36,7 @@ START_S = 240.0
 """How long a trainer's imports, and the comparison after its last step, may take together."""
 
 Batch = Sequence[dict[str, Any]]
+MAX_TOKENS = 12
 
 
 class Engines:
@@ -104,8 +105,8 @@ def take_fixed_batch(engines: Engines) -> Batch:
         return proof_batch.take(sidecar)
 
 
-def run_arm(arm: Arm, engines: Engines, steps: int, fixed_batch: Batch = ()) -> Run:
-    """Train for `steps` steps, or until the arm's time is up."""
+def run_arm(arm: Arm, engines: Engines, steps: int, fixed_batch: Batch = (), max_tokens: int = MAX_TOKENS) -> Run:
+    """Train for `steps` steps on completions of `max_tokens`, or until the arm's time is up."""
     upstream, wanted = engines.url(arm.engine), arm.steps or steps
     job = Job(
         model=str(trl_env.ensure_model()),
@@ -116,6 +117,7 @@ def run_arm(arm: Arm, engines: Engines, steps: int, fixed_batch: Batch = ()) -> 
         fixed_batch=list(fixed_batch),
         cut_off_s=arm.cut_off_s,
         served_name=vllm_env.SERVED_NAME,
+        max_tokens=max_tokens,
         weights_file=str(engines.weights_file) if arm.engine is Engine.SYNCED else None,
     )
     if arm.sidecar is None:

@@ -25,6 +25,9 @@ pytestmark = [
 ]
 
 STEPS = 3
+# The engine comes upon a poisoned id by sampling, at about 1.5 % of its tokens, and TRL's seeds are random: two steps
+# of four completions hold none once in 300 runs.
+MAX_TOKENS = 48
 SHORT = ("1", "2", "4", "5", "6", "8", "9a", "9b")
 TIMED = ("1", "2", "4")
 ROUNDS = 4
@@ -46,7 +49,7 @@ class Proof:
     def add_round(self, names: tuple[str, ...]) -> None:
         for name in names:
             fixed_batch = () if ARMS[name].is_sync else self._fixed_batch
-            self._runs[name].append(proof_run.run_arm(ARMS[name], self._engines, STEPS, fixed_batch))
+            self._runs[name].append(proof_run.run_arm(ARMS[name], self._engines, STEPS, fixed_batch, MAX_TOKENS))
 
 
 @pytest.fixture(scope="module")
