@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import vllm_env
+from hypothesis import HealthCheck, settings
 from servers import run_sidecar
+
+# How long an example takes says how busy the machine is; speed is what benchmarks are for.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")
