@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,18 +24,17 @@ SHORT = "1,2,4,5,6,8,9a,9b"
 TIMED = ("1", "2", "4")
 
 
-def run_arms(names: Sequence[str], engines: proof_run.Engines, steps: int, rounds: int) -> list[Run]:
+def run_arms(names: Sequence[str], engines: proof_run.Engines, steps: int, rounds: int) -> Iterator[Run]:
     """The timed arms in turn, so that a busy machine slows all of them, and then every other one once."""
     arms = [ARMS[name] for name in names]
     engines.boot([Engine.POISONED, *(arm.engine for arm in arms)])
     fixed_batch = proof_run.take_fixed_batch(engines)
     timed = [arm for arm in arms if arm.name in TIMED]
-    runs = []
     for arm in [*timed * rounds, *(arm for arm in arms if arm not in timed)]:
         started = time.monotonic()
-        runs.append(proof_run.run_arm(arm, engines, steps, () if arm.is_sync else fixed_batch))
-        _say(f"arm {arm.name}: {runs[-1].trainer.ended}, {time.monotonic() - started:.0f} s")
-    return runs
+        run = proof_run.run_arm(arm, engines, steps, () if arm.is_sync else fixed_batch)
+        _say(f"arm {arm.name}: {run.trainer.ended}, {time.monotonic() - started:.0f} s")
+        yield run
 
 
 def write(runs: Sequence[Run], claims: Sequence[proof_report.Claim], folder: Path) -> None:
@@ -68,10 +67,13 @@ def main() -> None:
         parser.error(f"no such arm: {', '.join(unknown)}")
     out = options.out.resolve()
     os.chdir(proof_run.HERE.parent)  # in this folder `python -m proxy` would start the benchmark of that name
+    out.mkdir(parents=True, exist_ok=True)
+    runs: list[Run] = []
     with proof_run.Engines() as engines:
-        runs = run_arms(names, engines, options.steps, options.rounds)
-    claims = proof_report.claims(runs)
-    write(runs, claims, out)
+        for run in run_arms(names, engines, options.steps, options.rounds):
+            runs.append(run)
+            claims = proof_report.claims(runs)
+            write(runs, claims, out)
     print((out / "proof.md").read_text())
     sys.exit(not all(claim.holds for claim in claims))
 
