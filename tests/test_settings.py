@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from proxy.metrics import Metrics
 from proxy.settings import Settings
 
 README = Path(__file__).parent.parent / "README.md"
@@ -28,6 +29,21 @@ def table() -> list[str]:
 def test_readme_has_every_setting_with_its_default() -> None:
     text = README.read_text("utf-8")
     assert "\n".join(table()) in text, "README's settings table should read:\n" + "\n".join(table())
+
+
+def test_readme_has_every_metric_with_its_labels() -> None:
+    rows = re.findall(
+        r"^\| `([a-z_]+)(?:\{([a-z,]+)\})?` \|",
+        README.read_text("utf-8").split("`/metrics`, prefix")[1].split("\n## ")[0],
+        re.M,
+    )
+    documented = {(name.removesuffix("_total"), tuple(labels.split(",")) if labels else ()) for name, labels in rows}
+    metrics = Metrics()
+    known = {
+        (collector._name.removeprefix("logprob_sidecar_"), collector._labelnames)
+        for collector in metrics.registry._collector_to_names
+    }
+    assert documented == known
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
