@@ -221,7 +221,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     axes[0][1].set(title="Gradient against the reference in float64", xlabel="step", ylabel="error", yscale="log")
     axes[1][0].set(title="kl: logged (o), true (x)", xlabel="step", yscale="symlog")
     for axis in (axes[0][0], axes[0][1], axes[1][0]):
-        axis.legend(fontsize=6)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=6)
     names = [name for name in ("1", "2", "4", "5", "6") if name in async_runs]
     walls = [[run.wall_s for run in runs if run.arm.name == name] for name in names]
     axes[1][1].bar(names, [statistics.median(wall) for wall in walls], color="tab:blue", alpha=0.7)
