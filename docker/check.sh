@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 export STORAGE_DRIVER=vfs BUILDAH_ISOLATION=chroot # these two work inside a container
-own_base=localhost/logprob-sidecar-base
+own_base=localhost/logprob-sidecar-base:headers
 image=localhost/logprob-sidecar:check
 work=$(mktemp -d)
 container=
@@ -27,7 +27,7 @@ trap clean_up EXIT
 
 make_base() {
     local base
-    debootstrap --variant=minbase --include=ca-certificates,python3,python3-pip,python3-venv bookworm "$work/root"
+    debootstrap --variant=minbase --include=ca-certificates,python3,python3-dev,python3-pip,python3-venv bookworm "$work/root"
     rm -rf "$work"/root/var/cache/apt/* "$work"/root/var/lib/apt/lists/* "$work"/root/dev/*
     base=$(buildah from scratch)
     buildah add --quiet "$base" "$work/root" /

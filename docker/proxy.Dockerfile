@@ -1,9 +1,11 @@
 # The sidecar's image: `docker build -f docker/proxy.Dockerfile -t logprob-sidecar .` from the project's root.
-# Any base with Python 3.11 to 3.13, its venv module and pip will do; both stages must use the same one.
+# Any Debian with Python 3.11 to 3.13, its headers, its venv module and pip will do; both stages must use the same one.
 ARG BASE_IMAGE=python:3.12.12-slim-bookworm
 
 FROM ${BASE_IMAGE} AS build
 WORKDIR /src
+# For proxy/walk.pyx; none of it is in the final image.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 # Without pip: the final image can run what is installed, and install nothing.
 RUN python3 -m venv --without-pip /opt/logprob-sidecar
 # The dependencies change less often than the code, so they get a layer of their own.
@@ -15,7 +17,8 @@ COPY README.md LICENSE ./
 COPY proxy proxy
 COPY trainer_hooks trainer_hooks
 RUN python3 -m pip wheel --no-cache-dir --no-deps --wheel-dir wheels . \
-    && python3 -m pip --python /opt/logprob-sidecar/bin/python install --no-cache-dir --no-deps wheels/*.whl
+    && python3 -m pip --python /opt/logprob-sidecar/bin/python install --no-cache-dir --no-deps wheels/*.whl \
+    && /opt/logprob-sidecar/bin/python -c "import proxy.walk"
 
 FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title="logprob-sidecar" \

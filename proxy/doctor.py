@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from rich.console import Console
 from rich.table import Table
 
+from proxy import quick
 from proxy.api import Api, read_request
 from proxy.errors import BadReply
 from proxy.jsonbody import dumps
@@ -43,7 +44,7 @@ class Check:
 def doctor(settings: DoctorSettings) -> int:
     """Prints the checks; 0 if none is bad."""
     with httpx.Client(base_url=settings.upstream, timeout=settings.timeout, trust_env=False) as client:
-        checks: list[Check] = []
+        checks = [_build()]
         try:
             checks.extend(examine(client))
         except httpx.HTTPError as error:
@@ -57,6 +58,13 @@ def doctor(settings: DoctorSettings) -> int:
         )
     Console().print(table)
     return int(any(check.verdict == "bad" for check in checks))
+
+
+def _build() -> Check:
+    if quick.survey is not None:
+        return Check("sidecar", "ok", "replies are looked through by compiled code")
+    slow = "replies are looked through in Python, about half as fast: install again where there is a C compiler"
+    return Check("sidecar", "note", slow)
 
 
 def examine(client: httpx.Client) -> Iterator[Check]:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from proxy.connection import Connection, Pool
 from proxy.errors import TimedOut, UpstreamFailure
 from proxy.headers import Headers, find
+from proxy.memory import room
 
 # Bytes that may wait for a slow client before reading from the upstream pauses.
 _HIGH_WATER = 1 << 18
@@ -91,7 +92,7 @@ class Exchange:
         """Where a body of ``length`` bytes is to be read into; None: ``add`` takes it."""
         if not (self._whole and _LARGE < length <= _LARGEST and self._is_json()):
             return None
-        self._body = bytearray(length)
+        self._body = room(length)
         return memoryview(self._body)
 
     def add(self, data: bytes) -> None:

@@ -1,10 +1,20 @@
-"""Keeps glibc from giving the memory of every large reply back to the kernel and asking for it anew. Shell.
+"""Memory for large replies. Shell.
 
-The pages of a reply of 8,192 tokens come back as 150 page faults, a fifth of all that the sidecar does for it.
+glibc is kept from giving it back to the kernel after every one and asking for it anew: the pages of a reply of 8,192
+tokens come back as 150 page faults, a fifth of all that the sidecar does for it.
 """
 
 import ctypes
 import sys
+from collections.abc import Callable
+
+room: Callable[[int], bytearray]
+try:
+    from proxy import walk
+
+    room = walk.room
+except ImportError:
+    room = bytearray
 
 # glibc's names and numbers (malloc.h); what is kept is given back over this many free bytes.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3

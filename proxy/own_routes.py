@@ -14,6 +14,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from proxy import quick
 from proxy.breaker import State
 from proxy.errors import ErrorType, SidecarError, TimedOut, UpstreamFailure
 from proxy.headers import find
@@ -123,6 +124,7 @@ def _status(sidecar: Sidecar) -> dict[str, Any]:
     bad, of = sidecar.breaker.counts()
     return {
         "version": version("logprob-sidecar"),
+        "compiled": quick.survey is not None,
         "uptime_seconds": round(time.time() - sidecar.started, 1),
         "draining": sidecar.draining,
         "breaker": {"state": sidecar.breaker.state.name.lower(), "unscorable_replies": bad, "replies": of},

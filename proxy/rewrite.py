@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from proxy import direct, events, logprobs, scan
+from proxy import direct, events, logprobs, quick, scan
 from proxy.api import Api, Asked
 from proxy.errors import BadReply
 from proxy.jsonbody import InvalidJson
@@ -14,6 +14,7 @@ from proxy.unscorable import Findings, Rules
 _LAST_OF_RESPONSES = tuple(
     b'"type":"response.%b"' % end for end in (b"completed", b"incomplete", b"failed", b"cancelled")
 )
+_WALKED = (Api.COMPLETIONS, Api.CHAT, Api.BATCH)
 _INDEX = re.compile(rb'"index":(\d+)')
 
 
@@ -22,14 +23,22 @@ def rewrite_reply(body: bytes, api: Api, rules: Rules, asked: Callable[[], Asked
 
     ``asked`` reads the request and is called only where the bytes alone do not prove the reply clean.
     """
-    sampled = scan.clean(body, api, null_candidates=rules.encoding.candidate == b"null")
-    if sampled is not None:
-        return body, Findings(sampled)
-    body = bytes(body)
     try:
-        return direct.mark(body, asked(), rules) or logprobs.mark(body, asked(), rules)
+        return _at_once(body, api, rules, asked) or logprobs.mark(bytes(body), asked(), rules)
     except InvalidJson as error:
         raise BadReply(f"the upstream's reply is not the JSON object it should be: {error}") from error
+
+
+def _at_once(body: bytes, api: Api, rules: Rules, asked: Callable[[], Asked]) -> tuple[bytes, Findings] | None:
+    """What is common, fast; None leaves the reply to ``logprobs``."""
+    null_candidates = rules.encoding.candidate == b"null"
+    if quick.survey is not None:
+        choices = quick.survey(body, null_candidates) if api in _WALKED else None
+        if choices is None or (any(doubtful for _, _, doubtful, _, _ in choices) and asked().echo):
+            return None
+        return quick.mark(body, choices, rules)
+    sampled = scan.clean(body, api, null_candidates=null_candidates)
+    return direct.mark(bytes(body), asked(), rules) if sampled is None else (body, Findings(sampled))
 
 
 class StreamRewriter:
@@ -84,17 +93,28 @@ class StreamRewriter:
         return frame.raw if out is data else frame.with_data(out)
 
     def _proved_clean(self, data: bytes) -> bool:
-        """Bytes alone prove an event with one choice clean; its positions are counted."""
+        """Bytes alone prove an event clean; its positions are counted."""
+        counts = self._counts(data)
+        for choice, sampled in counts or ():
+            self._count(choice, sampled)
+        return counts is not None
+
+    def _counts(self, data: bytes) -> list[tuple[int, int]] | None:
+        """(choice, positions) of each choice of an event that is proved clean."""
+        null_candidates = self._rules.encoding.candidate == b"null"
+        if quick.survey is not None:
+            choices = quick.survey(data, null_candidates) if self._asked.api in _WALKED else None
+            if choices is None or any(doubtful for _, _, doubtful, _, _ in choices):
+                return None
+            return [(choice, sampled) for choice, sampled, *_ in choices]
         choice = events.choice_of(data, self._asked.api)
         if choice is not None:
-            self._count(choice, 1)
-            return True
-        sampled = scan.clean(data, self._asked.api, null_candidates=self._rules.encoding.candidate == b"null")
+            return [(choice, 1)]
+        sampled = scan.clean(data, self._asked.api, null_candidates=null_candidates)
         index = _INDEX.search(data)
         if sampled is None or index is None or data.count(b'"index":') != 1:
-            return False
-        self._count(int(index[1]), sampled)
-        return True
+            return None
+        return [(int(index[1]), sampled)]
 
     def _count(self, choice: int, sampled: int) -> None:
         self._before[choice] = self._before.get(choice, 0) + sampled

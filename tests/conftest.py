@@ -1,5 +1,7 @@
 """Fixtures that more than one test file uses: the real vLLM servers, booted when first asked for and reused."""
 
+import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -9,6 +11,9 @@ import pytest
 import vllm_env
 from hypothesis import HealthCheck, settings
 from servers import run_sidecar
+
+if os.environ.get("WITHOUT_WALK"):
+    sys.modules["proxy.walk"] = None  # type: ignore[assignment]  # importing it fails, as where it was not compiled
 
 # How long an example takes says how busy the machine is; speed is what benchmarks are for.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
