@@ -38,6 +38,7 @@ class App:
     def __init__(self, sidecar: Sidecar) -> None:
         self.sidecar = sidecar
         self._own = own_routes.create(sidecar)
+        sidecar.metrics.watch(lambda: sidecar.inflight, lambda: sidecar.breaker.state)
         settings = sidecar.settings
         self._rules = {encoding: Rules(encoding, settings.allow_positive) for encoding in Encoding}
 
@@ -61,7 +62,7 @@ class App:
 
     async def _serve(self, call: Call, api: Api | None, prefix: str | None) -> None:
         metrics = self.sidecar.metrics
-        metrics.inflight.inc()
+        self.sidecar.inflight += 1
         try:
             if prefix is not None and prefix not in _ENCODINGS:
                 raise _unknown("the URL prefix /nan/…", prefix)
@@ -87,7 +88,7 @@ class App:
         except StreamBroken:
             pass  # returning before the last byte makes the server cut the connection
         finally:
-            metrics.inflight.dec()
+            self.sidecar.inflight -= 1
             seconds = time.perf_counter() - call.started
             metrics.request(call.route, call.status or _CLIENT_GONE, seconds, max(0.0, seconds - call.waited))
 
@@ -99,7 +100,6 @@ class App:
             raise SidecarError(503, ErrorType.OVERLOADED, f"{most} generations are in flight (max_inflight)", 1)
         now = time.monotonic()
         admission = sidecar.breaker.admit(now)
-        sidecar.metrics.breaker_state.set(sidecar.breaker.state)
         if admission is Admission.REFUSED:
             bad, of = sidecar.breaker.counts()
             message = (

@@ -15,6 +15,8 @@ from proxy.recovery import Cause
 from proxy.sse import Parser
 from proxy.upstream import Request, Upstream
 
+# Headers of the request that go no further or go as something else.
+_REPLACED = frozenset((b"host", b"content-length", b"accept-encoding", b"x-request-id", b"x-nan-encoding"))
 _CAUSES: dict[type[UpstreamFailure], Cause] = {
     Unreachable: Cause.UNREACHABLE,
     ClosedEarly: Cause.CLOSED_EARLY,
@@ -51,9 +53,7 @@ class Attempt:
     def __init__(self, call: Call, upstream: Upstream) -> None:
         self._call = call
         self._upstream = upstream
-        self._headers = end_to_end(
-            without(call.headers, b"host", b"content-length", b"accept-encoding", b"x-request-id", b"x-nan-encoding")
-        )
+        self._headers = end_to_end(call.headers, _REPLACED)
         self._headers += [(b"accept-encoding", b"identity"), (b"x-request-id", call.request_id)]
 
     async def send(self, body: bytes, *, fresh: bool = False) -> Exchange:

@@ -16,13 +16,16 @@ from proxy.attempts import Attempt, Reply, cause_of, is_stream, read_reply, with
 from proxy.breaker import Admission
 from proxy.errors import BadReply, Cut, ErrorType, SidecarError, TimedOut, UpstreamFailure
 from proxy.exchange import Exchange
-from proxy.headers import end_to_end, without
+from proxy.headers import end_to_end
 from proxy.incidents import Incident, describe
 from proxy.jsonbody import dumps
 from proxy.recovery import Accept, Attempts, Cause, GiveUp, Repeat, Stream
 from proxy.rewrite import StreamRewriter, rewrite_reply
 from proxy.sidecar import Sidecar
 from proxy.unscorable import Findings, Reason, Rules
+
+# The sidecar writes its own.
+_OF_THIS_REPLY = frozenset((b"content-length", b"x-request-id"))
 
 
 class StreamBroken(Exception):
@@ -128,7 +131,7 @@ class Generation:
         return reply
 
     async def _finish(self, reply: Reply, recovered: str) -> None:
-        headers = end_to_end(without(reply.headers, b"content-length", b"x-request-id"))
+        headers = end_to_end(reply.headers, _OF_THIS_REPLY)
         headers.append((b"x-request-id", self._call.request_id))
         body = reply.body
         if reply.status == 200:
@@ -150,7 +153,7 @@ class Generation:
         """Event by event; a stream that breaks ends in an error event and a cut connection, never a clean end."""
         reject = self._sidecar.settings.on_unscorable == "reject"
         rewriter = StreamRewriter(self._asked, self._rules, reject=reject)
-        headers = end_to_end(without(exchange.headers, b"content-length", b"x-request-id"))
+        headers = end_to_end(exchange.headers, _OF_THIS_REPLY)
         await self._call.start(200, [*headers, (b"x-request-id", self._call.request_id)])
         try:
             async for chunk in self._call.timed(exchange.chunks()):
@@ -190,7 +193,6 @@ class Generation:
         if findings.sampled:
             bad = bool(counts.get(Reason.NAN) or counts.get(Reason.FLOOR))
             sidecar.breaker.record(time.monotonic(), bad, self._admission)
-            sidecar.metrics.breaker_state.set(sidecar.breaker.state)
         if not (findings.marked or findings.unmarkable or recovered):
             return
         action = "rejected" if self._rejects(findings) else "marked" if findings.unscorable else "passed"

@@ -3,6 +3,7 @@
 Labels are closed sets: routes, reasons, causes, actions; never text, ids or models.
 """
 
+from collections.abc import Callable
 from importlib.metadata import version
 
 from prometheus_client import (
@@ -31,14 +32,14 @@ class Metrics:
         self._requests = self._counter("requests", "Replies by route and status code.", "route", "code")
         self._seconds = self._histogram("request_seconds", "From a request's head to its reply's last byte.", _SECONDS)
         self._overhead = self._histogram("overhead_seconds", "The sidecar's own share of it.", _OVERHEAD)
-        self.inflight = Gauge("logprob_sidecar_inflight", "Requests being served.", registry=self.registry)
+        self._inflight = Gauge("logprob_sidecar_inflight", "Requests being served.", registry=self.registry)
         self._sampled = self._counter("sampled_tokens", "Sampled tokens whose logprob was judged.", "route")
         self._unscorable = self._counter("unscorable_tokens", "Tokens marked.", "route", "reason")
         self._responses = self._counter("unscorable_responses", "Replies with something unscorable.", "route")
         self._recoveries = self._counter("recoveries", "Repeats and streams after a failed reply.", "action", "outcome")
         self._errors = self._counter("upstream_errors", "Attempts that brought no usable reply.", "kind")
         self.runaway_aborts = self._counter("runaway_aborts", "Generations cut after a run of unscorable tokens.")
-        self.breaker_state = Gauge(
+        self._breaker_state = Gauge(
             "logprob_sidecar_breaker_state", "0 closed, 1 probing, 2 open.", registry=self.registry
         )
         self.client_disconnects = self._counter("client_disconnects", "Clients that left before their reply was whole.")
@@ -49,6 +50,11 @@ class Metrics:
                 self._unscorable.labels(api.value, reason.value)
         self._sampled_by_route = {api.value: self._sampled.labels(api.value) for api in Api}
         self._of_request: dict[tuple[str, int], tuple[Counter, Histogram, Histogram]] = {}
+
+    def watch(self, inflight: Callable[[], float], breaker_state: Callable[[], float]) -> None:
+        """These are asked when metrics are, so that no request has to tell them."""
+        self._inflight.set_function(inflight)
+        self._breaker_state.set_function(breaker_state)
 
     def request(self, route: str, code: int, seconds: float, overhead: float) -> None:
         # Looking a child up by its labels costs more than counting; routes and codes are few.

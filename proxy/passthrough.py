@@ -5,12 +5,15 @@ from proxy.exchange import Exchange
 from proxy.headers import end_to_end, find, without
 from proxy.upstream import Request, Upstream
 
+# Set anew.
+_REPLACED = frozenset((b"host", b"x-request-id", b"content-length"))
+
 
 async def pass_through(call: Call, upstream: Upstream, limit: int) -> None:
     """Raises SidecarError before the reply has begun, UpstreamFailure after it, ClientGone."""
     length = call.declared_length(limit)
     chunked = find(call.headers, b"transfer-encoding") is not None
-    headers = end_to_end(without(call.headers, b"host", b"x-request-id", b"content-length"))
+    headers = end_to_end(call.headers, _REPLACED)
     headers.append((b"x-request-id", call.request_id))
     if chunked:
         headers.append((b"transfer-encoding", b"chunked"))

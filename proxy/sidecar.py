@@ -22,5 +22,6 @@ class Sidecar:
     policy: Policy
     metrics: Metrics = field(default_factory=Metrics)
     started: float = field(default_factory=time.time)
+    inflight: int = 0
     generations: int = 0
     draining: bool = False
