@@ -1,5 +1,9 @@
 """What every section does: interleaved rounds, ratios within a round, a table."""
 
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +29,22 @@ def compare(run: Stack, proxies: list[Process], reply: str, options: Options, co
         wrk(process, run.root, seconds=1, connections=connections)
     for _ in range(options.rounds):
         for process in proxies:
-            note(out[process.name], wrk(process, run.root, seconds=options.seconds, connections=connections))
+            with alone(process, [other for other in proxies if other is not run.upstream]):
+                note(out[process.name], wrk(process, run.root, seconds=options.seconds, connections=connections))
     return out
+
+
+@contextlib.contextmanager
+def alone(process: Process, proxies: list[Process]) -> Iterator[None]:
+    """The others stand still: some go on working when their load has ended (a gateway writes its traces)."""
+    others = [other for other in proxies if other is not process]
+    for other in others:
+        os.killpg(other.popen.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for other in others:
+            os.killpg(other.popen.pid, signal.SIGCONT)
 
 
 def empty() -> Numbers:

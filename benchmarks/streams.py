@@ -45,6 +45,7 @@ class Streamed:
 class _Run:
     streams: int
     events: int
+    pace: float  # seconds from one event's arrival to the next one's sending
     sent: list[float] = field(default_factory=list)
     senders: dict[int, Any] = field(default_factory=dict)
     firsts: list[float] = field(default_factory=list)
@@ -115,27 +116,38 @@ class _Client(asyncio.Protocol):
         passed = (time.perf_counter() - run.sent[self._number]) * 1e3
         (run.times if self._seen else run.firsts).append(passed)
         self._seen += events
-        run.senders[self._number].next_event()
+        sender = run.senders[self._number]
+        if run.pace:
+            asyncio.get_running_loop().call_later(run.pace, sender.next_event)
+        else:
+            sender.next_event()
 
     def connection_lost(self, _: Exception | None) -> None:
         self._run.end_one(self._ended and self._seen == self._run.events)
 
 
-def measure(process: Process, streams_upstream: int, streams: int, events: int) -> Streamed:
-    """``events`` events on each of ``streams`` streams through ``process``, whose upstream is ``streams_upstream``."""
-    return uvloop.run(_measure(process, streams_upstream, streams, events))
+def measure(process: Process, streams_upstream: int, streams: int, events: int, pace: float = 0.0) -> Streamed:
+    """``events`` events on each of ``streams`` streams through ``process``, whose upstream is ``streams_upstream``.
+
+    With ``pace`` seconds between events, streams begin one after another, each while those before it go on; without,
+    all at once, as fast as they can.
+    """
+    return uvloop.run(_measure(process, streams_upstream, streams, events, pace))
 
 
-async def _measure(process: Process, upstream_port: int, streams: int, events: int) -> Streamed:
+async def _measure(process: Process, upstream_port: int, streams: int, events: int, pace: float) -> Streamed:
     loop = asyncio.get_running_loop()
-    run = _Run(streams, events, [0.0] * streams, done=loop.create_future())
+    run = _Run(streams, events, pace, [0.0] * streams, done=loop.create_future())
     server = await loop.create_server(
         lambda: _Server(run), "127.0.0.1", upstream_port, backlog=4096, reuse_address=True
     )
     before, began = process.cpu_seconds(), time.perf_counter()
-    await asyncio.gather(
-        *(loop.create_connection(lambda i=i: _Client(run, i), "127.0.0.1", process.port) for i in range(streams))
-    )
+
+    async def begin(number: int) -> None:
+        await asyncio.sleep(number * pace * events / streams / 2)
+        await loop.create_connection(lambda: _Client(run, number), "127.0.0.1", process.port)
+
+    await asyncio.gather(*map(begin, range(streams)))
     assert run.done is not None
     await asyncio.wait_for(run.done, 120)
     seconds = time.perf_counter() - began
