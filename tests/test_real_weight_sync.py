@@ -7,7 +7,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from servers import run_sidecar
 pytestmark = pytest.mark.real_vllm
 
 PROMPT = [10, 20, 30, 40, 50]
-TOKENS = 400
+TOKENS = 1000
 UNIFORM = -6.2383246421813965  # -ln(512) in float32: what each of the model's 512 tokens gets if all are as likely
 ROLLOUTS = 4
 ENGINE_COUNTERS = ("vllm:request_success_total", "vllm:prompt_tokens_total", "vllm:generation_tokens_total")
@@ -54,14 +54,20 @@ def wait_until(condition: Any, what: str) -> None:
 @contextmanager
 def in_flight(served: Served) -> Iterator[list[Future[requests.Response]]]:
     """Rollouts that vLLM has begun; they are whole, and have been asked of vLLM once each, when the block is over."""
-    before = weight_sync.read(served.vllm)
-    with ThreadPoolExecutor(ROLLOUTS + 1) as pool:
-        started = [pool.submit(rollout, served.sidecar, seed) for seed in range(ROLLOUTS)]
+    with ThreadPoolExecutor(ROLLOUTS) as pool:
+        for _ in range(3):  # a machine may stand still so long that a rollout is over before it is seen to begin
+            before = weight_sync.read(served.vllm)
+            started = [pool.submit(rollout, served.sidecar, seed) for seed in range(ROLLOUTS)]
 
-        def all_begun() -> bool:
-            return weight_sync.total(weight_sync.read(served.vllm), "vllm:num_requests_running") == ROLLOUTS
+            def all_begun(before: dict[str, float] = before) -> bool:
+                name = "vllm:prompt_tokens_total"
+                now = weight_sync.total(weight_sync.read(served.vllm), name)
+                return now - weight_sync.total(before, name) == ROLLOUTS * len(PROMPT)
 
-        wait_until(all_begun, "the rollouts never ran together")
+            wait_until(all_begun, "vLLM never began all rollouts")
+            if not any(future.done() for future in started):
+                break
+            wait(started)
         yield started
         replies = [future.result() for future in started]
     assert [reply.status_code for reply in replies] == [200] * ROLLOUTS
@@ -75,9 +81,9 @@ def in_flight(served: Served) -> Iterator[list[Future[requests.Response]]]:
 
 
 def test_rollouts_freeze_while_weights_are_pushed_and_finish_afterwards(clean: Served) -> None:
-    asked = weight_sync.requests_by_path(weight_sync.read(clean.vllm))
     calls = [weight_sync.PAUSE, weight_sync.WORLD_SIZE, *weight_sync.TRANSFER, weight_sync.SERVER_INFO]
     with in_flight(clean) as rollouts:
+        asked = weight_sync.requests_by_path(weight_sync.read(clean.vllm))  # a request counts when it is answered
         assert weight_sync.PAUSE.send(clean.sidecar).status_code == 200
         wait_until_still(clean)
         frozen = weight_sync.read(clean.vllm)
@@ -178,9 +184,9 @@ def synced(tmp_path: Path) -> Iterator[Served]:
 
 
 def test_frozen_rollouts_go_on_with_the_weights_that_were_pushed(synced: Served) -> None:
-    asked = weight_sync.requests_by_path(weight_sync.read(synced.vllm))
     calls = [weight_sync.PAUSE, *weight_sync.TRANSFER, weight_sync.RESUME]
     with in_flight(synced) as rollouts:
+        asked = weight_sync.requests_by_path(weight_sync.read(synced.vllm))
         assert [call.send(synced.sidecar).status_code for call in calls] == [200] * len(calls)
     gained = weight_sync.requests_by_path(weight_sync.read(synced.vllm)) - asked
     assert gained == {call.path: 1 for call in calls} | {"/v1/completions": ROLLOUTS}
