@@ -32,7 +32,7 @@ def run_arms(names: Sequence[str], engines: proof_run.Engines, steps: int, round
     timed = [arm for arm in arms if arm.name in TIMED]
     for arm in [*timed * rounds, *(arm for arm in arms if arm not in timed)]:
         started = time.monotonic()
-        run = proof_run.run_arm(arm, engines, steps, () if arm.is_sync else fixed_batch)
+        run = proof_run.run_arm(arm, engines, steps, fixed_batch if arm.takes_fixed_batch else ())
         _say(f"arm {arm.name}: {run.trainer.ended}, {time.monotonic() - started:.0f} s")
         yield run
 

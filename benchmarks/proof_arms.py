@@ -54,6 +54,11 @@ class Arm:
     def is_sync(self) -> bool:
         return self.trainer == "proof_sync.py"
 
+    @property
+    def takes_fixed_batch(self) -> bool:
+        """Not where nothing could have written its unscorable tokens."""
+        return not self.is_sync and (self.sidecar is not None or self.engine is not Engine.CLEAN)
+
 
 # The tiny poisoned model poisons itself and its neighbours often: the breaker would stop these runs, as it should.
 _DEFAULT = {"trip_ratio": 0}
@@ -64,7 +69,7 @@ ARMS = {
     arm.name: arm
     for arm in (
         Arm("1", Engine.CLEAN),
-        Arm("2", Engine.CLEAN, _DEFAULT),
+        Arm("2", Engine.CLEAN, _DEFAULT, mark=CEILING),
         Arm("3", Engine.POISONED, cut_off_s=60.0),
         Arm("4", Engine.POISONED, _DEFAULT, mark=CEILING),
         Arm("5", Engine.POISONED, _DEFAULT, "on_policy", CEILING),
@@ -137,6 +142,5 @@ class Run:
 
     @property
     def stepping_s(self) -> float:
-        """From the worker's first request to the end of the last step."""
-        last = self.trainer.last_step_at
-        return math.nan if last is None or self.traffic.first_attempt is None else last - self.traffic.first_attempt
+        """From the moment TRL's worker was ready to the end of the last step."""
+        return self.steps[-1].seconds if self.steps else math.nan

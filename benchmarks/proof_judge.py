@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from proof_records import Answer, Job
 from proof_reference import Sample, distance, truth
-from proof_transfer import served_error
+from proof_transfer import NEVER_PUSHED, served_error
 from torch import Tensor
 
 LOGGED = ("loss", "kl", "ratio", "grad_norm", "unscorable_fraction", "skipped_steps", "rollout/vllm_retry_total")
@@ -37,10 +37,13 @@ def judge(job: Job, trainer: Any, taken: list[Taken], answer: Answer) -> None:
         step.gradient_error = distance(was.gradient, should.gradient)
     answer.parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     if job.weights_file:
+        trained = dict(trainer.model.named_parameters())
+        served = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float64)
         with torch.no_grad():
-            for name, parameter in reference.named_parameters():
-                parameter.copy_(dict(trainer.model.named_parameters())[name])
-        answer.served_error = served_error(job.url, reference)
+            for name, parameter in served.named_parameters():
+                if name != NEVER_PUSHED:
+                    parameter.copy_(trained[name])
+        answer.served_error = served_error(job.url, served)
     if job.fixed_batch and answer.steps:  # before its first step a trainer cannot compute a loss
         answer.fixed_gradient_error = compare_fixed(job, trainer, reference, policy)
 

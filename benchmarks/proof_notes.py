@@ -18,7 +18,6 @@ class Traffic:
     lost: int
     failures: dict[str, int] = field(default_factory=dict)
     """By status code, or by the name of the error where there was no status."""
-    first_attempt: float | None = None
 
     @property
     def failed(self) -> int:
@@ -36,5 +35,4 @@ def read(path: Path) -> Traffic:
         delivered=len(delivered),
         lost=len(failed - delivered),
         failures=failures,
-        first_attempt=notes[0][0] if notes else None,
     )

@@ -48,7 +48,6 @@ class Answer:
     ended: str = "finished"
     parameters: int = 0
     wall_s: float = 0.0
-    last_step_at: float | None = None
     fixed_gradient_error: float | None = None
     served_error: float | None = None
     """How far the engine's logprobs are, after the last step, from the trained model's; where weights are pushed."""

@@ -66,8 +66,8 @@ def _loses_rollouts(run: Run) -> Claim:
 
 
 def _trips(run: Run) -> Claim:
-    numbers = f"/health {run.health}, failures {run.traffic.failures}"
-    return Claim(f"arm {run.arm.name}'s breaker trips", run.health == 503 and "503" in run.traffic.failures, numbers)
+    numbers = f"failures {run.traffic.failures}, /health {run.health} at the end"
+    return Claim(f"arm {run.arm.name}'s breaker trips", run.traffic.failures.keys() == {"503"}, numbers)
 
 
 def _parses(run: Run) -> Claim:
@@ -204,7 +204,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    async_runs = {run.arm.name: run for run in reversed(runs) if not run.arm.is_sync and run.steps}
+    async_runs = {run.arm.name: run for run in reversed(runs) if run.finished and not run.arm.is_sync}
     figure, axes = plt.subplots(2, 2, figsize=(12, 8))
     for name, run in sorted(async_runs.items()):
         label = f"{name}: {run.arm.engine.value}, {run.arm.between}, {run.arm.loss}"
@@ -213,7 +213,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         axes[0][0].plot(at, share, marker="x" if share[-1] else ".", label=label)
         if name in EXACT:
             axes[0][1].plot(at, [step.gradient_error or 1e-9 for step in run.steps], marker=".", label=label)
-        if name in ("4", "5", "8"):
+        if name in ("4", "5", "8", "9a"):
             (line,) = axes[1][0].plot(at, [_drawn(step.logged["kl"]) for step in run.steps], marker="o", label=label)
             axes[1][0].plot(at, [_drawn(step.true["kl"]) for step in run.steps], ":x", color=line.get_color())
     axes[0][0].set(title="Parameters that are NaN", xlabel="step", ylabel="%")
@@ -231,6 +231,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     axes[1][1].set(title="Wall time of the run, each run and the median", xlabel="arm", ylabel="s")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def _drawn(value: float | None) -> float:

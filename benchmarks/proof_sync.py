@@ -114,7 +114,6 @@ def train(trainer: Any, answer: Answer) -> None:
     class Watch(TrainerCallback):
         def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
             answer.steps.append(Step(nonfinite(trainer.model), time.monotonic() - started))
-            answer.last_step_at = time.time()
 
     trainer.add_callback(Watch())
     try:

@@ -136,7 +136,6 @@ def record(trainer: Any, answer: Answer, timer: threading.Timer) -> list[Taken]:
 
         def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
             answer.steps.append(Step(nonfinite(trainer.model), time.monotonic() - ready))
-            answer.last_step_at = time.time()
 
     DataCollatorForRollout.torch_call = kept_collate  # the trainer makes its collator when it begins to train
     trainer.training_step = kept_training_step

@@ -4,6 +4,7 @@ import json
 import math
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 # The poison is in its rows, and the trainer's are sound: an engine that received it would be healed by the first push.
-_KEPT = "model.embed_tokens.weight"
+NEVER_PUSHED = "model.embed_tokens.weight"
 _GROUP = {"master_address": "127.0.0.1", "master_port": 51216, "rank_offset": 1, "world_size": 2, "packed": True}
+_COMPLETIONS = 16
 _PROMPT = [1, 87, 85, 262, 201, 372, 388, 353, 380, 415, 2, 201, 1, 79, 336, 78, 201]
 
 
@@ -52,7 +54,7 @@ class FileTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         from safetensors.torch import save_file
 
-        weights = {name: tensor.contiguous() for name, tensor in iterator if name != _KEPT}
+        weights = {name: tensor.contiguous() for name, tensor in iterator if name != NEVER_PUSHED}
         save_file(weights, self._file)
         self._vllm.start_weight_update()
         update = {
@@ -70,10 +72,12 @@ class FileTransfer:
 
 
 def served_error(url: str, model: Any) -> float:
-    """How far the engine's logprobs are from those of `model`, float64, over the usable ones of a few completions."""
+    """How far the engine's logprobs are from those of `model`, float64, over the usable ones of some completions."""
     errors = []
-    for seed in range(10):
-        choice = _complete(url, seed)
+    # At once: alone, each would be given the block of the one before it, and what that block was poisoned with.
+    with ThreadPoolExecutor(_COMPLETIONS) as pool:
+        choices = list(pool.map(lambda seed: _complete(url, seed), range(_COMPLETIONS)))
+    for choice in choices:
         ids = [*_PROMPT, *choice["token_ids"]]
         with torch.no_grad():
             true = model(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -84,6 +88,8 @@ def served_error(url: str, model: Any) -> float:
 
 def _complete(url: str, seed: int) -> dict[str, Any]:
     body = {"model": "tiny", "prompt": _PROMPT, "max_tokens": 12, "seed": seed, "logprobs": 0, "return_token_ids": True}
+    # vLLM keeps the prefixes that it has computed with earlier weights.
+    body["cache_salt"] = f"after the last push, {seed}"
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

@@ -48,7 +48,7 @@ class Proof:
 
     def add_round(self, names: tuple[str, ...]) -> None:
         for name in names:
-            fixed_batch = () if ARMS[name].is_sync else self._fixed_batch
+            fixed_batch = self._fixed_batch if ARMS[name].takes_fixed_batch else ()
             self._runs[name].append(proof_run.run_arm(ARMS[name], self._engines, STEPS, fixed_batch, MAX_TOKENS))
 
 
