@@ -44,7 +44,9 @@ def mark(body: bytes, choices: list[Choice], rules: Rules) -> tuple[bytes, Findi
             parts.append(code)
             last = end
         if marked:
-            findings.marked[index] = marked
+            of_choice = findings.marked.setdefault(index, {})
+            for reason, at in marked.items():
+                of_choice[reason] = of_choice.get(reason, []) + at
             parts += (raw[last:close], b',"unscorable":', marks.positions(marked))
             last = close
     if not parts:

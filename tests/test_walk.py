@@ -196,3 +196,8 @@ def test_names_that_are_no_utf8_are_not(broken: bytes) -> None:
 def test_what_is_no_bytes_is_refused() -> None:
     with pytest.raises(TypeError, match="bytes or bytearray, not str"):
         survey("{}", True)  # type: ignore[arg-type]
+
+
+def test_two_choices_of_one_index_are_counted_together() -> None:
+    choice = reply("NaN").removeprefix(b'{"choices":[').removesuffix(b"]}")
+    assert agrees(b'{"choices":[' + choice + b"," + choice + b"]}", Api.COMPLETIONS, Rules())
