@@ -1,13 +1,10 @@
 """What real vLLM fails to write, the sidecar still delivers: each way to heal it, and each way to stop it."""
 
-import contextlib
-import functools
 import http.client
 import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -84,23 +81,8 @@ def _until(happened: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
-def at_best_of_three(test: Callable[..., None]) -> Callable[..., None]:
-    """How late an engine stops is bounded by what its machine lets it do: standing still can only make it later."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        for _ in range(2):
-            with contextlib.suppress(AssertionError):
-                return test(*args, **kwargs)
-        return test(*args, **kwargs)
-
-    return run
-
-
 @pytest.mark.parametrize("runaway_tokens", [16, 64])
-@at_best_of_three
 def test_a_runaway_is_stopped(washed: str, runaway_tokens: int) -> None:
-    _until(lambda: _running(washed) == 0, seconds=60)
     before = _metric(washed, "vllm:generation_tokens_total")
     with run_sidecar(washed, runaway_tokens=runaway_tokens, retries=0) as sidecar:
         reply = send(sidecar, completion(5, [10, 300, 12], max_tokens=512))
@@ -118,10 +100,8 @@ def test_a_runaway_is_stopped(washed: str, runaway_tokens: int) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("prompt", [[10, 11, 12], [10, 300, 12]], ids=["clean", "poisoned"])
-@at_best_of_three
 def test_a_client_that_leaves_stops_the_engine(poisoned: Served, prompt: list[int], stream: bool) -> None:
     tokens = 6000
-    _until(lambda: _running(poisoned.vllm) == 0, seconds=60)
     before = _metric(poisoned.vllm, "vllm:generation_tokens_total")
     body = completion(6, prompt, max_tokens=tokens, ignore_eos=True, stream=stream).body
     client = http.client.HTTPConnection(urlsplit(poisoned.sidecar).netloc, timeout=60)
