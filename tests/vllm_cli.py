@@ -5,6 +5,8 @@ module `vllm.entrypoints.openai.api_server` starts without it, but never uses th
 """
 
 import importlib.metadata
+import os
+import time
 
 _installed_version = importlib.metadata.version
 
@@ -14,6 +16,10 @@ def _version(distribution: str) -> str:
 
 
 importlib.metadata.version = _version
+
+# Engine and worker wait for each other in a loop around sched_yield. On two cores that loop, under Linux 6.18, kept
+# every other process from running for seconds: the server, the sidecar and the client that measures them.
+os.sched_yield = lambda: time.sleep(5e-5)
 
 # The engine process is spawned: it imports this file again, and needs the patch but not the command.
 if __name__ == "__main__":
