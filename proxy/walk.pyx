@@ -7,7 +7,8 @@ number pass, and every step errs towards no.
 
 Each function takes the place where a value begins and returns the place behind it, or NULL where it is another.
 Python ends every bytes object with a NUL, which belongs to no JSON value; since no step passes a byte that it has not
-looked at, none passes the end. Digits and strings are looked at eight bytes at a time while there are as many.
+looked at, none passes the end. Digits and strings are looked at eight bytes at a time while there are as many, and long
+lists first by ``blocks.h``, which proves the usual elements by the dozen.
 """
 
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndSize
@@ -25,7 +26,14 @@ cdef extern from *:
 
 ctypedef const unsigned char *Place
 
+cdef extern from "blocks.h":
+    Place prove_integers(Place at, Place end, long *count) noexcept nogil
+    Place prove_strings(Place at, Place end, long *count) noexcept nogil
+    Place prove_logprobs(Place at, Place end, long *count) noexcept nogil
+    Place prove_repeats(Place at, Place end, Place *name, Place *logprob) noexcept nogil
+
 cdef enum:
+    BY_ITSELF = 64  # bytes that are looked at element by element where a block proved nothing more
     DEEPEST = 64
     PLAIN = 1  # what stands for itself in a string
     DIGIT = 2
@@ -52,6 +60,7 @@ for _byte in range(256):
 
 
 cdef struct Walk:
+    Place end
     Place last_eight  # the last place with eight bytes
     bint null_candidates  # a null among the candidates may stay as it is
 
@@ -328,9 +337,13 @@ cdef Place value(Place at, Walk *walk, int depth) noexcept nogil:
 
 cdef Place ids(Place at, long *count, Walk *walk) noexcept nogil:
     cdef bint more
+    cdef Place retry
     count[0] = 0
-    at = opened(at, c"[", c"]", &more)
+    at = retry = opened(at, c"[", c"]", &more)
     while at != NULL and more:
+        if at >= retry:
+            at = prove_integers(at, walk.end, count)
+            retry = at + BY_ITSELF
         at = integer(at, walk)
         if at != NULL:
             count[0] += 1
@@ -340,8 +353,12 @@ cdef Place ids(Place at, long *count, Walk *walk) noexcept nogil:
 
 cdef Place logprobs_list(Place at, Walk *walk, Choice *one) noexcept nogil:
     cdef bint more
-    at = opened(at, c"[", c"]", &more)
+    cdef Place retry
+    at = retry = opened(at, c"[", c"]", &more)
     while at != NULL and more:
+        if at >= retry:
+            at = prove_logprobs(at, walk.end, &one.count)
+            retry = at + BY_ITSELF
         at = sampled(at, walk, one)
         if at != NULL:
             at = after(at, c"]", &more)
@@ -364,11 +381,14 @@ cdef inline bint may_name(Place at, Place end) noexcept nogil:
 cdef Place names_list(Place at, long *count, bint *named, Walk *walk) noexcept nogil:
     """``named``: every name may be a token's id."""
     cdef bint more
-    cdef Place end
+    cdef Place end, retry
     count[0] = 0
     named[0] = True
-    at = opened(at, c"[", c"]", &more)
+    at = retry = opened(at, c"[", c"]", &more)
     while at != NULL and more:
+        if at >= retry and not named[0]:
+            at = prove_strings(at, walk.end, count)
+            retry = at + BY_ITSELF
         end = string(at, walk)
         if end == NULL:
             return NULL
@@ -422,10 +442,17 @@ cdef Place candidates(Place at, Walk *walk, bint *some) noexcept nogil:
     return at
 
 
-cdef Place candidates_list(Place at, Walk *walk) noexcept nogil:
-    cdef bint more, some
+cdef Place candidates_list(Place at, Walk *walk, Place names, Place values) noexcept nogil:
+    """``names`` and ``values``: lists before this one of one length, all values usable, or NULL."""
+    cdef bint more, some, more_names = False, more_values
+    names = opened(names, c"[", c"]", &more_names) if names != NULL and values != NULL else NULL
+    values = opened(values, c"[", c"]", &more_values) if more_names else NULL
     at = opened(at, c"[", c"]", &more)
     while at != NULL and more:
+        if more_names:
+            at = prove_repeats(at, walk.end, &names, &values)
+            names = after(string(space(names), walk), c"]", &more_names)
+            values = after(finite(space(values), walk), c"]", &more_values)
         at = candidates(at, walk, &some)
         if at != NULL:
             at = after(at, c"]", &more)
@@ -510,7 +537,7 @@ cdef Place entries(Place at, Walk *walk, Choice *one) noexcept nogil:
 cdef Place logprobs(Place at, Walk *walk, Choice *one) noexcept nogil:
     cdef bint more, named
     cdef long names_count = -1, offsets
-    cdef Place end, begin
+    cdef Place end, begin, names = NULL, values
     at = opened(at, c"{", c"}", &more)
     while at != NULL and more:
         begin = at
@@ -526,15 +553,16 @@ cdef Place logprobs(Place at, Walk *walk, Choice *one) noexcept nogil:
         elif is_word(begin, end, b"tokens"):
             if names_count >= 0:
                 return NULL
-            begin = at
+            names = at
             at = names_list(at, &names_count, &named, walk)
             if named:
-                one.names = begin
+                one.names = names
         elif is_word(begin, end, b"top_logprobs"):
             if one.top != NULL:
                 return NULL
             one.top = at
-            at = word(at, b"null") if at[0] == c"n" else candidates_list(at, walk)
+            values = one.values if names_count == one.count and not one.doubtful and not one.of_entries else NULL
+            at = word(at, b"null") if at[0] == c"n" else candidates_list(at, walk, names, values)
         elif is_word(begin, end, b"unscorable"):
             return NULL
         elif is_word(begin, end, b"text_offset") and at[0] == c"[":
@@ -670,7 +698,8 @@ def survey(body: bytes | bytearray, null_candidates: bool) -> list | None:
         begin = <Place>PyByteArray_AS_STRING(body)
     else:
         raise TypeError(f"bytes or bytearray, not {type(body).__name__}")
-    walk.last_eight = begin + len(body) - 8
+    walk.end = begin + len(body)
+    walk.last_eight = walk.end - 8
     walk.null_candidates = null_candidates
     end = reply(space(begin), &walk, begin, found)
     return found if end != NULL and space(end) - begin == len(body) and found else None

@@ -82,6 +82,61 @@ def test_whatever_a_byte_is_changed_to_nothing_else_is_found(body: tuple[str, Ap
     agrees(raw[:at] + new + raw[at + data.draw(st.integers(0, 3)) :], api, Rules())
 
 
+VALUES = ["-0.27036458253860474", "-1.0071282758872258e-06", "-5.5261683", "0.0", "-0.0", "-12.25", "-999.5", "-1e-05"]
+ODD_VALUES = [
+    "null",
+    "NaN",
+    "-9999.0",
+    "-1234.5",
+    "0.25",
+    "-Infinity",
+    "-0.5e-300",
+    "-1E-5",
+    "-0.123456789012345678901234567e-8",
+]
+NAMES = ['" the"', '"a"', '","', '"\\n"', '"\\""', '""', '"}],{"', '" 42.5e-"', '"t"']
+ODD_NAMES = ['"é"', '"\\\\"', '"\\u0007"', '"日本語"', '"' + "long" * 12 + '"']
+CHANGES = [b"", *(bytes([byte]) for byte in b'-.,0159e: "\\{}[]\n\xc3x'), b"00", b"--", b",,", b"null"]
+
+
+@st.composite
+def long_replies(draw: st.DrawFn) -> bytes:
+    """Lists of many elements, which are mostly the usual ones, with a place changed or not."""
+    chosen = random.Random(draw(st.integers(0, 2**32)))
+    odd = chosen.choice([0.0, 0.02, 0.2])
+    count = chosen.randint(1, 120)
+
+    def some(usual: list[str], others: list[str]) -> list[str]:
+        return [chosen.choice(others if chosen.random() < odd else usual) for _ in range(count)]
+
+    values, names = some(VALUES, ODD_VALUES), some(NAMES, ODD_NAMES)
+    ids = [str(chosen.choice([0, 7, 4321, 151643])) for _ in range(count)]
+    further = chosen.choice(["", "", ',"!":-1.5'])
+    top = [f"{{{name}:{value}{further}}}" for name, value in zip(names, values, strict=True)]
+    lists = {"text_offset": ids, "token_logprobs": values, "tokens": names, "top_logprobs": top}
+    keys = list(lists) if chosen.random() < 0.7 else chosen.sample(list(lists), len(lists))
+    logprobs = ",".join(f'"{key}":[{",".join(lists[key])}]' for key in keys)
+    body = f'{{"choices":[{{"index":0,"logprobs":{{{logprobs}}},"token_ids":[{",".join(ids)}]}}]}}'.encode()
+    if chosen.random() < 0.2:
+        return body
+    at = chosen.randrange(40, len(body))
+    return body[:at] + chosen.choice(CHANGES) + body[at + chosen.randint(0, 2) :]
+
+
+@settings(max_examples=3000, deadline=None)
+@given(long_replies(), st.sampled_from(Encoding))
+def test_long_lists_are_marked_as_by_the_judges_way(body: bytes, encoding: Encoding) -> None:
+    agrees(body, Api.COMPLETIONS, Rules(encoding))
+
+
+def test_long_lists_are_answered() -> None:
+    pairs = list(zip(NAMES, VALUES, strict=False)) * 20
+    values, names = ",".join(value for _, value in pairs), ",".join(name for name, _ in pairs)
+    top = ",".join(f"{{{name}:{value}}}" for name, value in pairs)
+    body = f'{{"choices":[{{"logprobs":{{"token_logprobs":[{values}],"tokens":[{names}],"top_logprobs":[{top}]}}}}]}}'
+    assert [(count, doubts) for _, count, doubts, _, _ in survey(body.encode(), False) or []] == [(160, [])]
+
+
 def test_a_body_that_is_cut_anywhere_is_none() -> None:
     for name, _, body in BODIES[::7]:
         for end in random.Random(name).sample(range(len(body)), min(len(body), 60)):
