@@ -59,8 +59,10 @@ static inline place_t elements(uint64_t comma, uint64_t bad, place_t at, place_t
 #include "blocks_rules.h"
 #pragma GCC pop_options
 
-#define CHOSEN(function) \
-    (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt") ? function##_avx2 : function##_sse2)
+#define CHOSEN(function)                                                                                               \
+    (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt")               \
+         ? function##_avx2                                                                                             \
+         : function##_sse2)
 
 #endif
 

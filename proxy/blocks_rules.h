@@ -76,8 +76,8 @@ static place_t NAMED(prove_strings)(place_t at, place_t end, long *count)
     return proved;
 }
 
-/* Of `[-0.25,-1.5e-05,0.0,…]`, logprobs that can be used: 0.0, or "-", up to three digits without a needless zero, a point, digits,
-   and perhaps "e-" and digits. Such a number is over the floor, not positive and no overflow. */
+/* Of `[-0.25,-1.5e-05,0.0,…]`, logprobs that can be used: 0.0, or "-", up to three digits without a needless zero, a
+   point, digits, and perhaps "e-" and digits. Such a number is over the floor, not positive and no overflow. */
 static place_t NAMED(prove_logprobs)(place_t at, place_t end, long *count)
 {
     while (end - at >= 34) {

@@ -685,8 +685,8 @@ def survey(body: bytes | bytearray, null_candidates: bool) -> list | None:
     """(index, number of sampled positions, doubtful ones, their kinds, end of its logprobs object) of each choice.
 
     A doubtful position is (position, start and end of its JSON value in ``body``, kind), a kind (JSON value, whether
-    there are candidates beside it); every other position is proved usable. None where the body is no reply with logprobs of the known kinds in every choice, one for
-    each name and token id. ``null_candidates``: a null among the candidates may stay as it is; else it gives None, as
+    there are candidates beside it); every other position is proved usable. None where the body is no reply with logprobs
+    of the known kinds in every choice, one for each name and token id. ``null_candidates``: a null among the candidates may stay as it is; else it gives None, as
     NaN there does.
     """
     cdef Walk walk
