@@ -48,12 +48,12 @@ static place_t NAMED(prove_integers)(place_t at, place_t end, long *count)
 /* Of `["a","b",…]`, ASCII with no escapes but the frequent ones. */
 static place_t NAMED(prove_strings)(place_t at, place_t end, long *count)
 {
-    uint64_t comma_was = 1, closing_was = 0, escape_was = 0, within_was = 0, bad = 0;
+    uint64_t closing_was = 0, escape_was = 0, within_was = 0, bad = 0;
     place_t proved = at;
     for (; end - at >= 64 && !bad; at += 64) {
         const NAMED(block_t) b = NAMED(block_at)(at, 64);
         const uint64_t backslash = IS(64, b, '\\');
-        uint64_t quote = IS(64, b, '"'), within, opening, closing, comma;
+        uint64_t quote = IS(64, b, '"'), within, closing, comma;
         /* Control characters and what is beyond ASCII: as signed numbers, both are less than a space. */
         bad = MASK(64, b, INTRINSIC(cmpgt_epi8)(EACH(' '), v));
         if (backslash | escape_was) {
@@ -66,11 +66,10 @@ static place_t NAMED(prove_strings)(place_t at, place_t end, long *count)
             within ^= within << distance;
         within ^= within_was;
         within_was = -(within >> 63);
-        opening = quote & within;
         closing = quote & ~within;
         comma = IS(64, b, ',') & ~within;
-        bad |= ~(within | closing | comma) | (opening ^ behind(comma, &comma_was))
-               | (comma ^ behind(closing, &closing_was));
+        /* Outside of strings, a comma behind each string, and nothing else. */
+        bad |= ~(within | closing | comma) | (comma ^ behind(closing, &closing_was));
         proved = elements(comma, bad, at, proved, count);
     }
     return proved;

@@ -342,7 +342,7 @@ cdef Place ids(Place at, long *count, Walk *walk) noexcept nogil:
     at = retry = opened(at, c"[", c"]", &more)
     while at != NULL and more:
         if at >= retry:
-            at = prove_integers(at, walk.end, count)
+            at = space(prove_integers(at, walk.end, count))
             retry = at + BY_ITSELF
         at = integer(at, walk)
         if at != NULL:
@@ -357,7 +357,7 @@ cdef Place logprobs_list(Place at, Walk *walk, Choice *one) noexcept nogil:
     at = retry = opened(at, c"[", c"]", &more)
     while at != NULL and more:
         if at >= retry:
-            at = prove_logprobs(at, walk.end, &one.count)
+            at = space(prove_logprobs(at, walk.end, &one.count))
             retry = at + BY_ITSELF
         at = sampled(at, walk, one)
         if at != NULL:
@@ -387,7 +387,7 @@ cdef Place names_list(Place at, long *count, bint *named, Walk *walk) noexcept n
     at = retry = opened(at, c"[", c"]", &more)
     while at != NULL and more:
         if at >= retry and not named[0]:
-            at = prove_strings(at, walk.end, count)
+            at = space(prove_strings(at, walk.end, count))
             retry = at + BY_ITSELF
         end = string(at, walk)
         if end == NULL:
@@ -450,7 +450,7 @@ cdef Place candidates_list(Place at, Walk *walk, Place names, Place values) noex
     at = opened(at, c"[", c"]", &more)
     while at != NULL and more:
         if more_names:
-            at = prove_repeats(at, walk.end, &names, &values)
+            at = space(prove_repeats(at, walk.end, &names, &values))
             names = after(string(space(names), walk), c"]", &more_names)
             values = after(finite(space(values), walk), c"]", &more_values)
         at = candidates(at, walk, &some)

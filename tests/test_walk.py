@@ -137,6 +137,52 @@ def test_long_lists_are_answered() -> None:
     assert [(count, doubts) for _, count, doubts, _, _ in survey(body.encode(), False) or []] == [(160, [])]
 
 
+def among_many(
+    value: str = "-0.5", name: str = '"x"', candidate: str = "", at: int = 20, token_id: str = "17"
+) -> bytes:
+    """A reply of 40 positions, that at ``at`` as given."""
+    values, names, ids = ["-0.25"] * 40, ['"y"'] * 40, ["17"] * 40
+    top = [f"{{{one}:{other}}}" for one, other in zip(names, values, strict=True)]
+    values[at], names[at], ids[at], top[at] = value, name, token_id, candidate or f"{{{name}:{value}}}"
+    lists = {"text_offset": ids, "token_logprobs": values, "tokens": names, "top_logprobs": top}
+    logprobs = ",".join(f'"{key}":[{",".join(some)}]' for key, some in lists.items())
+    return f'{{"choices":[{{"logprobs":{{{logprobs}}},"token_ids":[{",".join(ids)}]}}]}}'.encode()
+
+
+@pytest.mark.parametrize(
+    "value", ["-1.5e-", "-1.e-5", "-1.", "-1.5.5", "-1-5", "--1.5", "-01.5", "-1.5e-5.5", "-.5", "- 1.5"]
+)
+def test_what_is_no_number_is_found_among_many(value: str) -> None:
+    assert survey(among_many(value), True) is None
+
+
+@pytest.mark.parametrize("value", ["-0.5e-5", " -0.5", "-0.5 ", "0.0", "-999.25", "-1234.5", "-7", "-1e-05", "-0.5E-5"])
+def test_what_is_spelt_otherwise_is_no_doubt_among_many(value: str) -> None:
+    assert [doubtful for _, _, doubtful, _, _ in survey(among_many(value, ' "x" '), True) or []] == [[]]
+
+
+@pytest.mark.parametrize("token_id", ["", "007", "1x", "-1", "1.5"])
+def test_what_is_no_id_is_found_wherever_it_is(token_id: str) -> None:
+    for at in range(40):
+        assert survey(among_many(at=at, token_id=token_id), True) is None, at
+
+
+@pytest.mark.parametrize(
+    ("name", "candidate"),
+    [
+        ('"\\",x"', '{"\\":-0.5}'),  # the quote is an escaped one
+        (' ",x"', '{ ":-0.5}'),  # the quote is the opening one
+        ('"x"', '{"y":-0.5'),
+        ('"x"', '{"x":-0.5]'),
+        ('"x"', '{"x",-0.5}'),
+        ('"x"', '["x":-0.5}'),
+        ('"x"', '{"x":-0.5.5}'),
+    ],
+)
+def test_what_is_no_candidate_is_found_among_many(name: str, candidate: str) -> None:
+    assert survey(among_many(name=name, candidate=candidate), True) is None
+
+
 def test_a_body_that_is_cut_anywhere_is_none() -> None:
     for name, _, body in BODIES[::7]:
         for end in random.Random(name).sample(range(len(body)), min(len(body), 60)):
