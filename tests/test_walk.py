@@ -141,7 +141,7 @@ def among_many(
     value: str = "-0.5", name: str = '"x"', candidate: str = "", at: int = 20, token_id: str = "17"
 ) -> bytes:
     """A reply of 40 positions, that at ``at`` as given."""
-    values, names, ids = ["-0.25"] * 40, ['"y"'] * 40, ["17"] * 40
+    values, names, ids = ["-0.25"] * 40, ['"y"'] * 40, ["7"] * 40
     top = [f"{{{one}:{other}}}" for one, other in zip(names, values, strict=True)]
     values[at], names[at], ids[at], top[at] = value, name, token_id, candidate or f"{{{name}:{value}}}"
     lists = {"text_offset": ids, "token_logprobs": values, "tokens": names, "top_logprobs": top}
