@@ -146,7 +146,8 @@ def among_many(
     values[at], names[at], ids[at], top[at] = value, name, token_id, candidate or f"{{{name}:{value}}}"
     lists = {"text_offset": ids, "token_logprobs": values, "tokens": names, "top_logprobs": top}
     logprobs = ",".join(f'"{key}":[{",".join(some)}]' for key, some in lists.items())
-    return f'{{"choices":[{{"logprobs":{{{logprobs}}},"token_ids":[{",".join(ids)}]}}]}}'.encode()
+    rest = '"prompt_logprobs":null,"prompt_token_ids":null,"routed_experts":null,"stop_reason":null'
+    return f'{{"choices":[{{"logprobs":{{{logprobs}}},"token_ids":[{",".join(ids)}],{rest}}}]}}'.encode()
 
 
 @pytest.mark.parametrize(
