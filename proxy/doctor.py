@@ -63,7 +63,7 @@ def doctor(settings: DoctorSettings) -> int:
 def _build() -> Check:
     if quick.survey is not None:
         return Check("sidecar", "ok", "replies are looked through by compiled code")
-    slow = "replies are looked through in Python, about half as fast: install again where there is a C compiler"
+    slow = "replies are looked through in Python, eight times as slowly: install again where there is a C compiler"
     return Check("sidecar", "note", slow)
 
 
